@@ -10,13 +10,21 @@ import pytest
 import torch
 
 from driver import Answer, assert_same, build, complete
+from emulated_graphs import POOL, emulate
+from gpu.setups import PLAIN, Checkpoints, EngineSetup
 from tiny_images import Prompt, image, prompt
 from tiny_models import make_model, save, tame
-from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
+from tokenmill.core.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    Setup,
+)
 from tokenmill.core.images import FEATURES_LOST, FeatureBlocks, ImageInput, ImageSpan
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.choices import resolve_setup, set_mode
 from tokenmill.engine.encoder import EncoderEngine, build_encoder
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.images import normalised
@@ -30,6 +38,12 @@ PROMPTS = [
     prompt(4, TALL, 7),
     prompt(6, SMALL, WIDE, 1),
 ]
+
+
+@pytest.fixture(autouse=True)
+def default_mode() -> object:
+    yield
+    set_mode(ExecutionConfig())
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +188,52 @@ def test_padded_calls_give_what_the_images_alone_give(folder: Path) -> None:
         found = graphs(torch.cat(parts), grids)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("by_graphs", [False, True])
+@torch.inference_mode()
+def test_parts_give_what_an_image_at_once_gives(
+    folder: Path, by_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are encoded in between, whole and in parts."""
+    plain = replace(PLAIN, fused_kernels=False)  # operations of torch, which can be replayed
+    built = EngineSetup(folder.name, plain).build(Checkpoints(folder.parent), "cpu")
+    assert built.runner.images is not None and built.spec.vision is not None
+    encode = built.runner.images.encode
+    assert encode is not None
+    # Operations of torch do not read the tiles of attention: captured, it has the whole size.
+    first, second = (image(seed, (1, 8, 16) if by_graphs else (1, 12, 10)) for seed in (4, 5))
+    whole = [found for _, found in encode([first, second, SMALL])]
+    graphs = encode.graphs = EncoderGraphs(built.runner.model.visual, built.spec.vision, (128,))
+    if by_graphs:
+        emulate(monkeypatch)
+        for job in graphs.jobs(POOL):
+            job.capture()
+        graphs.start()
+    begun = [encode.begin(first), encode.begin(second)]
+    for share in (0.3, 0.4, 0.7, 0.99):
+        for each in begun:
+            encode.go_on(each, share)
+        ((_, alone),) = encode([first if by_graphs else SMALL])
+        torch.testing.assert_close(alone, whole[0 if by_graphs else 2], atol=1e-5, rtol=1e-5)
+    for each, expected in zip(begun, whole, strict=False):
+        torch.testing.assert_close(encode.finish(each), expected, atol=1e-5, rtol=1e-5)
+    assert (graphs.num_replayed, graphs.num_parts_replayed) == ((4, 6) if by_graphs else (0, 0))
+
+
+def test_the_warm_up_of_images_leaves_nothing_behind(
+    folder: Path, golden: list[Answer]
+) -> None:
+    """Neither where they are encoded nor where others encode them."""
+    whole = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=64)
+    encoder = Encoder(folder)
+    without = language(folder, encoder.engine, 64, True)
+    located = [encoder.locate(each) for each in PROMPTS]
+    for built, asked in ((whole, PROMPTS), (without, located)):
+        built.runner.warm_up_images()
+        images = built.runner.images
+        assert images is not None and len(images) == 0 and not images._begun
+        assert_same(ask(built.engine, asked), golden)
 
 
 def test_wrong_images_are_refused(folder: Path) -> None:

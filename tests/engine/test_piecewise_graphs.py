@@ -6,21 +6,19 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from driver import Answer, assert_same, build, complete
+from emulated_graphs import POOL, emulate
 from gpu.setups import LIMITS, PLAIN, Checkpoints, EngineSetup
+from tiny_images import Prompt, image, prompt
 from tiny_models import make_model, save, tame
 from tokenmill.core.config import ExecutionConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.choices import set_mode
-from tokenmill.engine.graphs import piecewise_graphs
 from tokenmill.engine.graphs.capture import CaptureReport
 from tokenmill.engine.graphs.graph_sizes import graph_for
 from tokenmill.engine.graphs.piecewise_graphs import (
@@ -85,60 +83,15 @@ def test_padding_changes_no_answer(
     padded.engine._scheduler.check_integrity()
 
 
-class Operations(TorchDispatchMode):
-    """Notes every operation of torch with its arguments and results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.noted.append((func, args, kwargs or {}, out))
-        return out
-
-
-def storages(values: Any) -> set[int]:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-class Graph:
-    """In place of a CUDAGraph: operations of torch, done again over the same tensors."""
-
-    def capture_begin(self, pool: str, capture_error_mode: str) -> None:
-        assert (pool, capture_error_mode) == ("pool", "global")
-        self.operations = Operations()
-        self.operations.__enter__()
-
-    def capture_end(self) -> None:
-        self.operations.__exit__(None, None, None)
-
-    def replay(self) -> None:
-        for func, args, kwargs, out in self.operations.noted:
-            again, known = func(*args, **kwargs), storages((args, kwargs))
-            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and not storages(old) & known:
-                    old.copy_(new)
-
-
-class Capture:
-    """In place of torch.cuda.graph."""
-
-    capture_error_mode = "global"
-
-    def __init__(self, cuda_graph: Graph, pool: str) -> None:
-        self.cuda_graph, self.pool = cuda_graph, (pool,)
-
-    def __enter__(self) -> None:
-        self.cuda_graph.capture_begin(*self.pool, capture_error_mode=self.capture_error_mode)
-
-    def __exit__(self, *args: object) -> None:
-        self.cuda_graph.capture_end()
-
-
-def same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def captured(built: BuiltEngine) -> PiecewiseGraphs:
+    built.runner.add_piecewise_graphs(SIZES)
+    graphs = built.runner.plain.graphs
+    assert graphs is not None
+    with torch.inference_mode():
+        for job in graphs.jobs(POOL):
+            job.capture()
+    assert graphs.start() == SIZES[-1]
+    return graphs
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek-v3"])
@@ -146,29 +99,59 @@ def test_pieces_replayed_give_what_the_step_gives(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes share their inputs and are captured before the first step, as on a GPU."""
-    for place, name, value in (
-        (torch.cuda, "CUDAGraph", Graph),
-        (torch.cuda, "graph", Capture),
-        (torch.cuda, "synchronize", lambda: None),
-        (piecewise_graphs, "unowned", same),
-    ):
-        monkeypatch.setattr(place, name, value)
+    emulate(monkeypatch)
     save(tame(make_model(family, **NO_EXPERTS.get(family, {})), 0.3), tmp_path / "tiny")
     setup = EngineSetup("tiny", UNFUSED, num_blocks=60, limits=FEW)
     plain, pieced = (setup.build(Checkpoints(tmp_path), "cpu") for _ in range(2))
-    pieced.runner.add_piecewise_graphs(SIZES)
-    graphs = pieced.runner.plain.graphs
-    assert graphs is not None
-    with torch.inference_mode():
-        for job in graphs.jobs("pool"):
-            job.capture()
-    assert graphs.start() == SIZES[-1]
+    graphs = captured(pieced)
     num_layers = pieced.runner.model.spec.num_layers
     for size in SIZES:
         pieces = graphs._pieces[size]
         assert len(pieces.graphs) == num_layers + 1 and len(pieces.cuts) == num_layers
     assert_same(ask(pieced, most=2), ask(plain, most=2))
     assert graphs.num_replayed > 2
+
+
+def image_prompts() -> list[Prompt]:
+    """Images that several steps run, at the ends of prompts too, and a text among them."""
+    tall, wide = image(1, (1, 14, 12)), image(2, (1, 4, 14))
+    parts = (30, tall, 9), (25,), (7, wide, 3, tall), (40, wide, 20), (tall, 5, wide)
+    return [prompt(seed, *each) for seed, each in enumerate(parts)]
+
+
+def ask_about_images(built: BuiltEngine, most: int) -> list[Answer]:
+    asked, greedy = image_prompts(), replace(GREEDY, max_tokens=most)
+    images = [each.images for each in asked]
+    return complete(built.engine, [each.token_ids for each in asked], greedy, images=images)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen3-vl-moe"])
+def test_padding_changes_no_answer_about_an_image(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tame(make_model(family), 0.3), tmp_path)
+    options = {"chunked": True, "prefix_cache": False, "num_blocks": 60}
+    plain, padded = (build(folder, "fp32", **options) for _ in range(2))
+    padded.runner.add_piecewise_graphs(SIZES)
+    assert padded.runner.plain.graphs is not None
+    steps = counted(padded.runner.plain.graphs, monkeypatch)
+    assert_same(ask_about_images(padded, 12), ask_about_images(plain, 12))
+    assert any(num_tokens < size for num_tokens, size in steps)
+
+
+def test_pieces_replayed_with_images_give_what_the_step_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with images and without take turns, and no step sees the images of another."""
+    emulate(monkeypatch)
+    save(tame(make_model("qwen3-vl"), 0.3), tmp_path / "tiny")
+    setup = EngineSetup("tiny", UNFUSED, num_blocks=60, limits=FEW)
+    plain, pieced = (setup.build(Checkpoints(tmp_path), "cpu") for _ in range(2))
+    graphs = captured(pieced)
+    for _ in range(2):
+        assert_same(ask_about_images(pieced, 3), ask_about_images(plain, 3))
+    assert_same(ask(pieced, most=2), ask(plain, most=2))
+    assert 4 < graphs.num_with_images < graphs.num_replayed
 
 
 def test_sizes_are_an_eighth_apart_where_products_bound_the_time() -> None:

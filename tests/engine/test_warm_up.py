@@ -22,9 +22,10 @@ def kernels(step: Step, group: int, kv_heads: int) -> set[tuple[int, int]]:
 
 
 def random_step(source: random.Random, budget: int, num_seqs: int) -> Step:
-    """Decoding sequences, then a prompt or two, or prompts alone; a short one comes alone."""
-    if source.random() < 0.2:
-        return [source.randrange(1, SHORT + 1)]
+    """Decoding sequences, then a prompt or two, or prompts alone; or a short one, or padding."""
+    if source.random() < 0.4:
+        beside = source.choice((0, source.randrange(min(num_seqs, budget - SHORT))))
+        return [1] * beside + [source.randrange(1, SHORT + 1)]
     prompts = [source.randrange(SHORT + 1, budget // 4) for _ in range(source.randrange(1, 3))]
     return [1] * source.randrange(min(num_seqs, budget - sum(prompts)) + 1) + prompts
 

@@ -262,6 +262,9 @@ QWEN3_VL_SETUPS = {
     "qwen3-vl-ngram": EngineSetup(
         "qwen3-vl", ExecutionConfig(mtp=3, mtp_adaptive=False), draft=NGRAM
     ),
+    "qwen3-vl-parts": EngineSetup(
+        "qwen3-vl", limits=replace(LIMITS, encoder_share=220, image_tokens=100)
+    ),
     "qwen3-vl-moe": EngineSetup("qwen3-vl-moe"),
     "qwen3-vl-moe-plain": EngineSetup("qwen3-vl-moe", PLAIN),
     "qwen3-vl-moe-fp8": EngineSetup("qwen3-vl-moe", dtype="fp8", kv_dtype="fp8"),
@@ -310,6 +313,14 @@ MIXED_FAMILIES = ("qwen3", "gemma3", "gpt-oss", "qwen3-moe")
 MIXED_SETUPS = {
     f"mixed-{family}{suffix}": EngineSetup(family, execution, limits=_MIXED)
     for family in MIXED_FAMILIES
+    for suffix, execution in (("", INVARIANT), ("-eager", EAGER))
+}
+# Beside requests that decode, an image of 624 patches is encoded over several steps.
+_IMAGE_PARTS = replace(_MIXED, encoder_share=220, image_tokens=100)
+MIXED_IMAGES = ("qwen3-vl", "qwen3-vl-moe")
+MIXED_SETUPS |= {
+    f"mixed-{family}{suffix}": EngineSetup(family, execution, limits=_IMAGE_PARTS)
+    for family in MIXED_IMAGES
     for suffix, execution in (("", INVARIANT), ("-eager", EAGER))
 }
 

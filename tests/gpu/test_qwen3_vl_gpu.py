@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from driver import Answer, complete
-from gpu.setups import SETUPS, Checkpoints, ImagePrompt, image_prompts
+from gpu.setups import (
+    MIXED_IMAGES,
+    SETUPS,
+    Checkpoints,
+    ImagePrompt,
+    image_prompts,
+    random_prompts,
+)
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 
@@ -20,8 +27,10 @@ def ask(built: BuiltEngine, asked: list[ImagePrompt], sampling: SamplingParams) 
     return complete(built.engine, [each.token_ids for each in asked], sampling, images=images)
 
 
-def tokens(built: BuiltEngine, sampling: SamplingParams = GREEDY) -> list[list[int]]:
-    return [answer.token_ids for answer in ask(built, image_prompts(), sampling)]
+def tokens(
+    built: BuiltEngine, sampling: SamplingParams = GREEDY, asked: list[ImagePrompt] | None = None
+) -> list[list[int]]:
+    return [answer.token_ids for answer in ask(built, asked or image_prompts(), sampling)]
 
 
 def scores(built: BuiltEngine, seed: int = 0) -> np.ndarray:
@@ -65,6 +74,27 @@ def test_graphs_and_overlap_give_what_the_plain_loop_gives(build: Build, name: s
     assert built.runner.images is not None and built.runner.images.encode is not None
     encoder = built.runner.images.encode.graphs
     assert encoder is not None and encoder.num_replayed > 0
+    assert built.runner.plain.graphs is not None
+    assert built.runner.plain.graphs.num_with_images > 0
+
+
+@pytest.mark.parametrize("family", MIXED_IMAGES)
+def test_graphs_of_steps_with_images_give_the_bits_of_plain_ones(build: Build, family: str) -> None:
+    """Prompts run in chunks and images are encoded in parts; texts and other images follow them."""
+    eager, built = build(f"mixed-{family}-eager"), build(f"mixed-{family}")
+    pieces, images = built.runner.plain.graphs, built.runner.images
+    assert pieces is not None and images is not None and images.encode is not None
+    assert eager.runner.plain.graphs is None
+    for seed in (0, 20):
+        texts = [ImagePrompt(ids, ()) for ids in random_prompts((30, 70, 90), 500, seed)]
+        asked = image_prompts(seed)
+        assert tokens(built, GREEDY, texts) == tokens(eager, GREEDY, texts)
+        found, expected = (ask(each, asked, GREEDY) for each in (built, eager))
+        assert [a.token_ids for a in found] == [a.token_ids for a in expected]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert [x.logprobs for x in ours.logprobs] == [x.logprobs for x in theirs.logprobs]
+    assert 4 < pieces.num_with_images < pieces.num_replayed
+    assert images.encode.graphs is not None and images.encode.graphs.num_parts_replayed > 2
 
 
 def test_nothing_depends_on_the_images_beside_it(build: Build) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from driver import complete
-from gpu.setups import prompts, random_prompts
+from gpu.setups import image_prompts, prompts, random_prompts
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
@@ -47,24 +47,52 @@ def test_graphs_of_other_sizes_leave_the_answers_alone(build: Build) -> None:
     assert [a.token_ids for a in found] == [a.token_ids for a in expected]
 
 
-@pytest.mark.parametrize("name", ["default", "fp8-kv-fp8", "invariant"])
-def test_no_kernel_is_compiled_after_the_start(
-    build: Build, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are compiled, or loaded, while a test runs."""
     from triton import knobs
 
-    built, compiled = build(name), list[str]()
+    found = list[str]()
 
     def note(**about: object) -> bool:
-        compiled.append(str(about.get("repr")))
+        found.append(str(about.get("repr")))
         return False
 
-    built.runner.sampler.device.warm_up(torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda"))
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    return found
+
+
+@pytest.mark.parametrize("name", ["default", "fp8-kv-fp8", "invariant"])
+def test_no_kernel_is_compiled_after_the_start(
+    build: Build, name: str, compiled: list[str]
+) -> None:
+    built = build(name)
+    built.runner.sampler.device.warm_up(torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda"))
+    compiled.clear()
     for prompt in prompts():
         complete(built.engine, [prompt], GREEDY)
     complete(built.engine, prompts(), GREEDY)
     complete(built.engine, prompts(), DRAWN)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe", "qwen3-vl-parts"])
+def test_images_compile_no_kernel_after_the_start(
+    build: Build, name: str, compiled: list[str]
+) -> None:
+    """One after the other and together, and while 1 to 14 texts decode, which pads steps by any."""
+    built, asked = build(name), image_prompts()
+    texts = random_prompts((5, 11, 3, 30, 8, 2, 17, 40, 6, 9, 25, 4, 13, 7), 500, 3)
+    built.runner.sampler.device.warm_up(torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda"))
+    compiled.clear()
+    for each in asked:
+        complete(built.engine, [each.token_ids], GREEDY, images=[each.images])
+    together, images = [each.token_ids for each in asked], [each.images for each in asked]
+    complete(built.engine, together, DRAWN, images=images)
+    for count in range(1, len(texts) + 1):
+        last = image_prompts(10 * count)[1 + count % 3]
+        spans = [*[()] * count, last.images]
+        complete(built.engine, [*texts[:count], last.token_ids], GREEDY, images=spans)
     assert compiled == []
 
 

@@ -12,6 +12,7 @@ from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.staging import Staging, send
+from tokenmill.engine.warm_up import blank_image
 from tokenmill.layers.images import BegunPatches, ImageEncoder, ImageRows
 from tokenmill.sched.sequence import Batch, BegunImage, Item, Sequence
 
@@ -61,12 +62,16 @@ class GroupEncoder:
         return torch.stack(self._encoder.finish(begun))
 
     def warm_up(self) -> None:
-        """Encode images of zeros: one alone, and several together."""
+        """Encode blank images: one alone, several together, and large ones in parts."""
         side = 8 * self._vision.merge_size
-        for count in (1, 4):
-            shape = count * side**2, self._vision.patch_dim
-            pixels = torch.zeros(shape, device=self._device)
-            self._encoder(pixels, [(1, side, side)] * count)
+        small = blank_image((1, side, side), self._vision)
+        large = blank_image((1, 5 * side, 6 * side), self._vision)
+        for images in ([small], [small] * 4):
+            list(self(images))
+        for _ in range(2):  # the host's memory for patches is there for two under way
+            begun = self.begin(large)
+            self.go_on(begun, 0.5)
+            self.finish(begun)
 
 
 class Placement:

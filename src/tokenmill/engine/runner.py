@@ -30,7 +30,7 @@ from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.sampling.step_sampler import StepSampler
-from tokenmill.engine.warm_up import FEW, Step, warm_up_batch
+from tokenmill.engine.warm_up import FEW, Step, blank_image, image_batches, warm_up_batch
 from tokenmill.kernels.product_trials import trials
 from tokenmill.sched.sequence import Batch
 
@@ -86,12 +86,27 @@ class ModelRunner:
         if sampling and self.sampler.on_gpu:
             shape = (1, self.model.spec.vocab_size)
             self.sampler.device.warm_up(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
-        if self._encode is not None and self.builder.device.type == "cuda":
-            with torch.inference_mode():
-                self._encode.warm_up()
+        if self.builder.device.type == "cuda":
+            self.warm_up_images()
         to_draft = 2 if self.proposer is not None else 0
         for step in steps:
             self.run(warm_up_batch(step, self.block_size, to_draft))
+
+    @torch.inference_mode()
+    def warm_up_images(self) -> None:
+        """Do the same for images, where the model takes them: encode some, and a prompt of one."""
+        if self.images is None:
+            return
+        vision, encode = self.images.vision, self._encode
+        merge, row = vision.merge_size, self.model.norm
+        image = blank_image((1, 4 * merge, 4 * merge), vision)
+        if encode is not None:
+            encode.warm_up()
+        else:
+            self.images.put(image.content_hash, row.new_zeros(vision.num_features, 16, len(row)))
+        for batch in image_batches(image, self.block_size, merge, encode is not None):
+            self.run(batch)
+        self.images.forget([image.content_hash])
 
     @torch.inference_mode()
     def capture(

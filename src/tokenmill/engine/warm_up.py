@@ -7,9 +7,13 @@ What was built lies in Triton's cache on disk, and the next start only loads it.
 
 from __future__ import annotations
 
+import numpy as np
+
+from tokenmill.core.images import Grid, ImageInput, ImageSpan
+from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.kernels.attention import SHORT
-from tokenmill.sched.sequence import Batch, Sequence
+from tokenmill.sched.sequence import Batch, BegunImage, Item, Sequence
 
 Step = list[int]  # new tokens of each sequence; those with one come first, as in the scheduler
 FEW: list[Step] = [[2], [1]]  # where kernels are compiled for all shapes at once
@@ -34,12 +38,32 @@ def warm_up_steps(budget: int, num_seqs: int, num_tokens: int) -> list[Step]:
 
 def warm_up_batch(step: Step, block_size: int, num_to_draft: int = 0) -> Batch:
     """Prompts in the first blocks of the cache, which belong to nobody yet."""
-    items = []
-    for slot, count in enumerate(step):
-        request = Request(f"warm-up {slot}", [0] * count, SamplingParams(temperature=0.0))
-        num_blocks = -(-count // block_size)
-        seq = Sequence(request, (0, 0, slot), (num_blocks + 1) * block_size, frozenset())
-        seq.block_ids, seq.slot = list(range(num_blocks)), slot
-        items.append((seq, count))
+    items = [_item(slot, count, block_size) for slot, count in enumerate(step)]
     grown = [(seq, 0) for seq, _ in items]
     return Batch(items, sum(step), grown, num_to_draft=num_to_draft)
+
+
+def _item(slot: int, count: int, block_size: int, images: tuple[ImageSpan, ...] = ()) -> Item:
+    sampling = SamplingParams(temperature=0.0)
+    request = Request(f"warm-up {slot}", [0] * count, sampling, images=images)
+    num_blocks = -(-count // block_size)
+    seq = Sequence(request, (0, 0, slot), (num_blocks + 1) * block_size, frozenset())
+    seq.block_ids, seq.slot = list(range(num_blocks)), slot
+    return seq, count
+
+
+def blank_image(grid: Grid, vision: VisionSpec) -> ImageInput:
+    """An image of one colour, as processors make them."""
+    values = grid[0] * grid[1] * grid[2] * vision.in_channels * vision.patch_size**2
+    levels = np.zeros(256 * vision.in_channels, "<f4").tobytes()
+    return ImageInput(bytes(values), grid, b"warm-up".ljust(32), levels)
+
+
+def image_batches(image: ImageInput, block_size: int, merge: int, encodes: bool) -> list[Batch]:
+    """A token beside which an image is encoded in part, if it is, and the prompt of the image."""
+    batches = [warm_up_batch([1], block_size)]
+    if encodes:
+        batches[0].begun_images = [BegunImage(image, 0.5)]
+    num_tokens = image.num_tokens(merge)
+    item = _item(0, num_tokens + 1, block_size, (ImageSpan(0, num_tokens, image),))
+    return [*batches, Batch([item], num_tokens + 1, [(item[0], 0)])]

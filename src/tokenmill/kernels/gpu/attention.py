@@ -179,7 +179,7 @@ def _attend(
 
 
 @quick
-@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "table_stride", "tile_tokens"])
 def _attention_kernel(
     q, k_cache, v_cache, sinks, out, partial, stats, tile_seqs, tile_starts, query_starts,
     context_lens, table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads,
