@@ -6,7 +6,10 @@ throughput: the 30B-A3B shape in bf16, requests of about 800 tokens of text and 
 43 tokens out (qwen3_vl_peer.py has the same for vLLM), then streams: the time between tokens of
 requests without images, alone, while the others arrive, and alone again. layers: the 235B shape in
 fp8, with --layers of its 94 layers, and what follows for a sample on all of them, without the
-communication of several GPUs. encoder (not by default): the vision encoder alone on images of 1,024
+communication of several GPUs. streams (not by default): the 30B-A3B shape's streams alone, which
+throughput has, too: of each kind of step the host's time to launch it, the device's and the
+engine's, and what happened in slow ones (kernels compiled, garbage collected, memory asked for).
+encoder (not by default): the vision encoder alone on images of 1,024
 x 1,024: each kind of kernel against the least time that its FLOPs or bytes take, its attention by
 shapes of tiles and by torch's own, and small images by CUDA graphs and without.
 
@@ -22,9 +25,9 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from qwen3_vl_requests import OUT, SAMPLES, WARM_UP, Work
+from qwen3_vl_streams import Load, StepWatch, compare
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -71,7 +75,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.models import spec_of
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
-PARTS = {"throughput": 150.0, "layers": 85.0, "encoder": 45.0}  # seconds of each
+PARTS = {"throughput": 150.0, "layers": 85.0, "encoder": 45.0, "streams": 90.0}  # seconds of each
 BY_DEFAULT = "throughput,layers"
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
 TILES = ((64, 4, 3), (128, 8, 2), (64, 8, 3), (128, 8, 3), (64, 4, 2))  # keys, warps, stages
@@ -367,8 +371,7 @@ def _run(built: BuiltEngine, requests: list[Request]) -> float:
     return time.perf_counter() - begin
 
 
-def throughput(args: argparse.Namespace, report: Report) -> None:
-    """Samples per second of the 30B-A3B shape, then the streams beside images."""
+def _build_30b(args: argparse.Namespace, report: Report) -> BuiltEngine:
     begin = time.monotonic()
     built = _build(_config("qwen3-vl-30b-a3b", args), args, "bf16", max_waiting=8192)
     report.add(
@@ -376,6 +379,14 @@ def throughput(args: argparse.Namespace, report: Report) -> None:
         max_num_seqs=built.max_num_seqs,
         max_num_batched_tokens=built.max_num_batched_tokens,
     )
+    if built.runner.decode.graphs is not None:
+        report.add(graphs=built.runner.decode.graphs.report.as_json())
+    return built
+
+
+def throughput(args: argparse.Namespace, report: Report) -> None:
+    """Samples per second of the 30B-A3B shape, then the streams beside images."""
+    built = _build_30b(args, report)
     work = _work(built, args)
     warm_s = _run(built, [work.sample(8) for _ in range(2 if args.tiny else WARM_UP)])
     requests = [work.sample() for _ in range(args.samples)]
@@ -402,83 +413,29 @@ def _work(built: BuiltEngine, args: argparse.Namespace) -> Work:
     return Work(built.spec.vision, built.spec.vocab_size, args.tiny)
 
 
-@dataclass
-class Gaps:
-    """Seconds of streams: between the tokens of texts, and to the first token."""
-
-    texts: list[float] = field(default_factory=list)
-    text_ttft: list[float] = field(default_factory=list)
-    image_ttft: list[float] = field(default_factory=list)
-
-    def figures(self) -> dict[str, float]:
-        """In milliseconds."""
-        p50, p90, p99, most = np.percentile(self.texts, [50, 90, 99, 100]) * 1e3
-        found = {"itl_ms_p50": p50, "itl_ms_p90": p90, "itl_ms_p99": p99, "itl_ms_max": most}
-        found["ttft_ms"] = np.mean(self.text_ttft) * 1e3
-        if self.image_ttft:
-            found["image_ttft_ms"] = np.mean(self.image_ttft) * 1e3
-        rounded = {name: round(float(value), 2) for name, value in found.items()}
-        return rounded | {"gaps": len(self.texts)}
+def streams(args: argparse.Namespace, report: Report) -> None:
+    """Of the 30B-A3B shape the streams alone, and what steps of each kind take."""
+    built = _build_30b(args, report)
+    work = _work(built, args)
+    _run(built, [work.sample(8) for _ in range(2 if args.tiny else 6)])
+    _streams(built, work, args, report)
 
 
 def _streams(built: BuiltEngine, work: Work, args: argparse.Namespace, report: Report) -> None:
-    """Text requests alone, beside images and alone again, all after batches of the same kinds."""
-    seconds = args.stream_seconds
-    for rate in (0.0, args.image_rate):
-        _gaps(built, work, args, rate, seconds / 4, Gaps())
-    alone, beside = Gaps(), Gaps()
-    for found, rate, share in ((alone, 0.0, 0.5), (beside, args.image_rate, 1), (alone, 0.0, 0.5)):
-        _gaps(built, work, args, rate, share * seconds, found)
-        report.add(**{f"streams_{'images' if rate else 'alone'}": found.figures()})
-    ratio = np.percentile(beside.texts, 99) / np.percentile(alone.texts, 99)
-    report.add(streams_p99_ratio=round(float(ratio), 3), streams_p99_ratio_limit=1.5)
-
-
-def _arrivals(
-    work: Work, args: argparse.Namespace, image_rate: float, seconds: float
-) -> list[tuple[float, Request]]:
-    """Requests and when they come, at random; the last first."""
-    source, found = random.Random(3), []
-    length, out = (20, 8) if args.tiny else (512, 128)
-    for rate, made in (
-        (args.text_rate, partial(work.text, length, out)),
-        (image_rate, work.sample),
-    ):
-        at = source.expovariate(rate) if rate else seconds
-        while at < seconds:
-            found.append((at, made()))
-            at += source.expovariate(rate)
-    return sorted(found, key=lambda each: -each[0])
-
-
-def _gaps(
-    built: BuiltEngine,
-    work: Work,
-    args: argparse.Namespace,
-    image_rate: float,
-    seconds: float,
-    found: Gaps,
-) -> None:
-    """Run requests that arrive for a while, until all have ended."""
-    waiting, engine = _arrivals(work, args, image_rate, seconds), built.engine
-    came: dict[str, tuple[float, bool]] = {}
-    last: dict[str, float] = {}
-    begin = time.perf_counter()
-    while waiting or engine.has_work():
-        while waiting and waiting[-1][0] <= time.perf_counter() - begin:
-            at, request = waiting.pop()
-            came[request.request_id] = begin + at, bool(request.images)
-            engine.submit(request)
-        for output in engine.step() if engine.has_work() else []:
-            if not output.token_ids:
-                continue
-            now, name = time.perf_counter(), output.request_id
-            arrived, has_image = came[name]
-            if name not in last:
-                (found.image_ttft if has_image else found.text_ttft).append(now - arrived)
-            elif not has_image:
-                found.texts.append(now - last[name])
-            last[name] = now
+    gc.collect()
+    gc.freeze()  # as workers do: the loaded model is not scanned on every collection
+    others = tuple(int(each) for each in args.image_parts.split(",") if each)
+    load = Load(args.text_rate, args.image_rate, args.stream_seconds, args.tiny, others)
+    compare(built, work, load, report.add, StepWatch(built.runner))
+    pieces, images = built.runner.plain.graphs, built.runner.images
+    graphs = None if images is None or images.encode is None else images.encode.graphs
+    if pieces is not None and graphs is not None:
+        report.add(
+            replayed_steps=pieces.num_replayed,
+            replayed_steps_with_images=pieces.num_with_images,
+            replayed_encoder_parts=graphs.num_parts_replayed,
+            replayed_images=graphs.num_replayed,
+        )
 
 
 def layers(args: argparse.Namespace, report: Report) -> None:
@@ -568,6 +525,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
     "encoder": encoder,
     "throughput": throughput,
     "layers": layers,
+    "streams": streams,
 }
 
 
@@ -582,7 +540,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256, help="sequences of the decode step")
     parser.add_argument("--text-rate", type=float, default=8.0, help="streams a second")
     parser.add_argument("--image-rate", type=float, default=2.0, help="images a second")
-    parser.add_argument("--stream-seconds", type=float, default=None, help="16")
+    parser.add_argument("--stream-seconds", type=float, default=None, help="16, or 10")
+    parser.add_argument(
+        "--image-parts", default="", help="tokens of an image in a step to try, too, by commas"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     args = parser.parse_args()
     unknown = sorted(set(args.parts.split(",")) - set(PARTS))
@@ -591,7 +552,8 @@ def _arguments() -> argparse.Namespace:
     args.seconds = args.seconds or sum(PARTS[part] for part in args.parts.split(","))
     args.device = "cpu" if args.tiny else "cuda"
     args.samples = args.samples or (6 if args.tiny else SAMPLES)
-    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else 16.0)
+    usual = 10.0 if args.parts == "streams" else 16.0
+    args.stream_seconds = args.stream_seconds or (1.0 if args.tiny else usual)
     return args
 
 

@@ -4,8 +4,10 @@
 
 Lengths, image sizes, tokens out and their order are those of `qwen3_vl_gpu.py --parts throughput`.
 vLLM is at its defaults but for what would answer from a cache (prefixes, processed images) and for
-videos, of which it is told that none come. Its processor turns the images into patches before the
-time begins, as ours get them ready; `render_s` says how long that took. Two lines with samples/s:
+videos, of which it is told that none come. Its processor turns one image of each size into patches;
+the inputs of a request are these with its own noise, name, text and place, and are made before the
+time begins, as ours get them ready (`render_s`): on one core the processor takes a second an image.
+Lines say what is done, and after how many seconds (`at_s`). Two lines with samples/s:
 with vLLM's own dummy weights, by which all tokens choose few experts, and with weights drawn as
 ours are. The model's folder is made here, so that nothing is downloaded: its tokenizer knows the
 special tokens and single bytes. `--check` makes it, loads it with transformers and ends.
@@ -22,10 +24,12 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from qwen3_vl_requests import SAMPLES, WARM_UP, Work
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -34,6 +38,7 @@ import tokenmill.bench
 from tokenmill.core.types import Request
 from tokenmill.models import spec_of
 
+BEGIN = time.monotonic()
 SHAPE = Path(tokenmill.bench.__path__[0]) / "shapes" / "qwen3-vl-30b-a3b.json"
 SPECIAL = {
     "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645,
@@ -96,8 +101,6 @@ def prompt_of(request: Request, seed: int) -> dict[str, Any]:
 
 def draw_as_ours(model: Any) -> int:
     """Draw weights as `--random-weights` does; returns how many tensors there were."""
-    import torch
-
     layers = 48
     output = re.compile(r".*layers\..*\.(o_proj|down_proj)\..*|.*layers\..*w2_weight")
     count = 0
@@ -114,6 +117,23 @@ def draw_as_ours(model: Any) -> int:
                 deviation /= math.sqrt(2 * layers)
             weight.normal_(0.0, deviation)
     return count
+
+
+def with_own_image(made: dict[str, Any], request: Request, name: str) -> dict[str, Any]:
+    """Processed inputs of an image of the same size, as those of a request with another image."""
+    (span,), (item,) = request.images, made["mm_kwargs"]["image"]
+    (place,) = made["mm_placeholders"]["image"]
+    assert place.length == span.num_tokens
+    pixels = item["pixel_values"]
+    noise = replace(pixels, data=torch.empty_like(pixels.data).uniform_(-1, 1))
+    own = type(item)({**item, "pixel_values": noise})
+    return {
+        **made,
+        "prompt_token_ids": list(request.prompt_token_ids),
+        "mm_kwargs": type(made["mm_kwargs"])({"image": [own]}),
+        "mm_hashes": {"image": [f"{name}-image-0"]},
+        "mm_placeholders": {"image": [replace(place, offset=span.offset)]},
+    }
 
 
 class Peer:
@@ -133,18 +153,25 @@ class Peer:
             mm_processor_cache_gb=0,
             limit_mm_per_prompt={"image": 1, "video": 0},
         )
+        self._processed: dict[tuple[int, int, int], dict[str, Any]] = {}
         say(start_s=round(time.perf_counter() - begin, 1))
+
+    def _input(self, request: Request, name: str) -> dict[str, Any]:
+        """What vLLM makes of a request; its processor sees the first image of each size."""
+        grid = request.images[0].image.grid
+        if grid not in self._processed:
+            made = self.llm._preprocess_cmpl([prompt_of(request, 0)])[0]
+            assert list(made["prompt_token_ids"]) == request.prompt_token_ids
+            self._processed[grid] = made
+            say(processed=grid)
+        return with_own_image(self._processed[grid], request, name)
 
     def run(self, requests: list[Request], seed: int) -> tuple[float, float]:
         """Seconds until the inputs are ready, and from there until all have ended."""
         begin = time.perf_counter()
-        inputs = [
-            self.llm._preprocess_cmpl([prompt_of(request, seed + index)])[0]
-            for index, request in enumerate(requests)
-        ]
-        for request, made in zip(requests, inputs, strict=True):
-            assert len(made["prompt_token_ids"]) == len(request.prompt_token_ids)
+        inputs = [self._input(request, f"{seed}-{index}") for index, request in enumerate(requests)]
         ready = time.perf_counter()
+        say(inputs=len(inputs), render_s=round(ready - begin, 3))
         engine = self.llm.llm_engine
         for index, (request, made) in enumerate(zip(requests, inputs, strict=True)):
             out = request.sampling.max_tokens
@@ -160,7 +187,8 @@ class Peer:
 
 
 def say(**figures: Any) -> None:
-    print(json.dumps({"peer": "vllm", **figures}), flush=True)
+    at_s = round(time.monotonic() - BEGIN, 1)
+    print(json.dumps({"peer": "vllm", "at_s": at_s, **figures}), flush=True)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -210,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--samples", type=int, default=96, help=f"{SAMPLES} are ours")
     parser.add_argument("--weights", default="dummy,as-ours", help="dummy, as-ours or both")
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--seconds", type=float, default=330.0, help="after which it is ended")

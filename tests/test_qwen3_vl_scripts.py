@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from image_steps import Clock, simulate_at_once, simulate_load
-from qwen3_vl_peer import SHAPE, SPECIAL, draw_as_ours, make_folder, prompt_of
+from qwen3_vl_peer import (
+    SHAPE,
+    SPECIAL,
+    draw_as_ours,
+    make_folder,
+    prompt_of,
+    with_own_image,
+)
 from qwen3_vl_requests import Work
 from tokenizers import Tokenizer
 
+from tokenmill.core.types import Request
 from tokenmill.models import spec_of
+
+ONE = torch.ones(1, 3)
 
 
 def test_the_peer_gets_the_same_requests() -> None:
@@ -27,6 +39,49 @@ def test_the_peer_gets_the_same_requests() -> None:
         assert ids.count(SPECIAL["<|image_pad|>"]) == 1
         assert len(ids) == len(request.prompt_token_ids) - span.num_tokens + 1
         assert (image.width // 32) * (image.height // 32) == span.num_tokens
+
+
+@dataclass(frozen=True)
+class Place:
+    """As vLLM's PlaceholderRange."""
+
+    offset: int
+    length: int
+    is_embed: None = None
+
+
+@dataclass
+class Elem:
+    """As vLLM's MultiModalFieldElem."""
+
+    data: torch.Tensor
+    field: str
+
+
+def test_a_processed_image_is_that_of_others_of_its_size() -> None:
+    spec = spec_of(json.loads(SHAPE.read_text()))
+    assert spec.vision is not None
+    work, by_grid = Work(spec.vision, spec.vocab_size), dict[object, list[Request]]()
+    while max(map(len, by_grid.values()), default=0) < 2:
+        request = work.sample()
+        by_grid.setdefault(request.images[0].image.grid, []).append(request)
+    first, second = max(by_grid.values(), key=len)
+    (span,), (other,) = first.images, second.images
+    item = UserDict(pixel_values=Elem(torch.zeros(8, 4), "flat"), image_grid_thw=Elem(ONE, "grid"))
+    made = {
+        "type": "multimodal",
+        "prompt_token_ids": first.prompt_token_ids,
+        "mm_kwargs": UserDict(image=[item]),
+        "mm_hashes": {"image": ["first"]},
+        "mm_placeholders": {"image": [Place(span.offset, span.num_tokens)]},
+    }
+    found = with_own_image(made, second, "second")
+    assert found["prompt_token_ids"] == second.prompt_token_ids
+    assert found["mm_placeholders"] == {"image": [Place(other.offset, other.num_tokens)]}
+    assert found["mm_hashes"] == {"image": ["second-image-0"]} and found["type"] == "multimodal"
+    (own,) = found["mm_kwargs"]["image"]
+    assert own["image_grid_thw"] is item["image_grid_thw"]
+    assert own["pixel_values"].data.std() > 0.3 and not item["pixel_values"].data.any()
 
 
 def test_its_folder_has_the_special_tokens_under_the_ids_of_the_config(tmp_path: Path) -> None:

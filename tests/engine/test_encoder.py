@@ -221,9 +221,7 @@ def test_parts_give_what_an_image_at_once_gives(
     assert (graphs.num_replayed, graphs.num_parts_replayed) == ((4, 6) if by_graphs else (0, 0))
 
 
-def test_the_warm_up_of_images_leaves_nothing_behind(
-    folder: Path, golden: list[Answer]
-) -> None:
+def test_the_warm_up_of_images_leaves_nothing_behind(folder: Path, golden: list[Answer]) -> None:
     """Neither where they are encoded nor where others encode them."""
     whole = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=64)
     encoder = Encoder(folder)
