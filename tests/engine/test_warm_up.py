@@ -10,6 +10,7 @@ import pytest
 
 from tokenmill.engine.warm_up import FEW, Step, warm_up_batch, warm_up_steps
 from tokenmill.kernels.attention import SHORT, plan_tiles
+from tokenmill.kernels.gpu.attention import _attention_kernel
 from tokenmill.kernels.gpu.moe import tile_rows
 
 TESTS = Path(__file__).parents[1]
@@ -19,6 +20,12 @@ def kernels(step: Step, group: int, kv_heads: int) -> set[tuple[int, int]]:
     """What Triton builds attention for: rows of a tile, and programs that share its keys."""
     plans = plan_tiles(np.array(step, np.int64), group, kv_heads, True)
     return {(max(16, 1 << (p.tokens * group - 1).bit_length()), p.splits) for p in plans}
+
+
+def test_no_number_that_varies_decides_what_attention_is_built_for() -> None:
+    """So that kernels() is all: a tile of one query is not built apart from one of two."""
+    free = {param.name for param in _attention_kernel.params if param.do_not_specialize}
+    assert free >= {"num_tokens", "table_stride", "tile_tokens"}
 
 
 def random_step(source: random.Random, budget: int, num_seqs: int) -> Step:
