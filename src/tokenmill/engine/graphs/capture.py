@@ -173,7 +173,7 @@ def capturing(capture: torch.cuda.graph) -> Iterator[None]:
     """
     with torch.cuda.stream(capture.capture_stream):
         mode = capture.capture_error_mode
-        capture.cuda_graph.capture_begin(*capture.pool, capture_error_mode=mode)
+        capture.cuda_graph.capture_begin(*capture.pool, capture_error_mode=mode)  # type: ignore[misc]
         try:
             yield
         finally:
