@@ -17,9 +17,11 @@ tl = pytest.importorskip("triton.language")
 
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import cache  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tokenmill.kernels import prepare_triton  # noqa: E402
 from tokenmill.kernels.gpu import launch  # noqa: E402
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick  # noqa: E402
 
@@ -121,6 +123,12 @@ def test_what_triton_interprets_stays_as_it_is() -> None:
 def test_sizes_are_those_of_triton() -> None:
     assert [next_power_of_2(n) for n in range(70)] == [triton.next_power_of_2(n) for n in range(70)]
     assert [cdiv(n, 7) for n in range(30)] == [triton.cdiv(n, 7) for n in range(30)]
+
+
+def test_triton_is_prepared_beside_other_work() -> None:
+    cache.triton_key.cache_clear()
+    prepare_triton().join()
+    assert cache.triton_key.cache_info().currsize == 1  # no kernel has to wait for it
 
 
 @pytest.fixture

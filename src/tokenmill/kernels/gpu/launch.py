@@ -31,6 +31,7 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
+from triton.runtime import cache
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -82,6 +83,11 @@ def quick(kernel: K) -> K:
     if isinstance(kernel, JITFunction):
         kernel.run = _Run(kernel)
     return kernel
+
+
+def prepare() -> None:
+    """Let Triton hash all of itself, which is in the names of compiled kernels: some 460 MB."""
+    cache.triton_key()
 
 
 class _Zeroed(TorchDispatchMode):
