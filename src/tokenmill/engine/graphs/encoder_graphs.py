@@ -11,7 +11,7 @@ import torch
 
 from tokenmill.core.images import Grid
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.engine.graphs.capture import Job, jobs_for
+from tokenmill.engine.graphs.capture import Job, capturing, jobs_for
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.kernels.segments import TILE_ROWS, Segments
 from tokenmill.layers.images import ImageEncoder, Places
@@ -51,7 +51,7 @@ class EncoderGraphs:
         self._run(size, (size,))  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with capturing(torch.cuda.graph(graph, pool=pool)):
             self._run(size, (size,))
         self._graphs[size] = graph
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import Job, capturing, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.model import KVCache, Model
@@ -67,7 +67,7 @@ class Recorder:
 
     def record(self, forward: Callable[[], torch.Tensor]) -> Pieces:
         """The pieces of a forward pass whose attentions call cut()."""
-        with self._capture:
+        with capturing(self._capture):
             hidden = forward()
         return Pieces(self.graphs, self.cuts, unowned(hidden))
 
