@@ -55,15 +55,10 @@ class Capture:
     """In place of torch.cuda.graph."""
 
     capture_error_mode = "global"
+    capture_stream = None
 
     def __init__(self, cuda_graph: Graph, pool: str) -> None:
         self.cuda_graph, self.pool = cuda_graph, (pool,)
-
-    def __enter__(self) -> None:
-        self.cuda_graph.capture_begin(*self.pool, capture_error_mode=self.capture_error_mode)
-
-    def __exit__(self, *args: object) -> None:
-        self.cuda_graph.capture_end()
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:

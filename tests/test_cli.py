@@ -18,6 +18,7 @@ from tokenmill.__main__ import run
 from tokenmill.cli import serve
 from tokenmill.cli.app import app
 from tokenmill.cli.chat import local_chat as local
+from tokenmill.cli.process_app import BENCH_MODULES, MODULES, process_app
 from tokenmill.core.config import PoolConfig
 from tokenmill.settings import SETTINGS, Settings
 from tokenmill.settings.help_text import shown_default
@@ -55,6 +56,19 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     assert captured.out == "" and captured.err.count("\n") == 1, captured
     assert captured.err.startswith("error: ")
     return status, captured.err.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize(
+    "words", [*((name,) for name in MODULES), *(("bench", name) for name in BENCH_MODULES)]
+)
+def test_a_process_takes_the_flags_of_the_whole_command_line(words: tuple[str, ...]) -> None:
+    """And no other command is there with it than those of its module."""
+    own = process_app([*words, "--flag"])
+    assert own is not None and process_app(words[:-1]) is None
+    (command,) = (c for w, c in commands(typer.main.get_command(own)).items() if w == words)
+    flags, expected = ([(p.name, p.opts) for p in c.params] for c in (command, COMMANDS[words]))
+    assert flags == expected
+    assert len(commands(typer.main.get_command(own))) < 8 < len(COMMANDS)
 
 
 @pytest.mark.parametrize("words", [(), ("bench",), *COMMANDS], ids=" ".join)

@@ -6,10 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from tokenmill.console import fail
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SettingsError
+
+if TYPE_CHECKING:
+    import typer
 
 USAGE_ERROR = 2
 DISTRIBUTIONS = {  # of modules with another name
@@ -46,13 +50,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
     """typer's app; where it or what it needs is missing, the benchmarks by argparse."""
+    given = sys.argv[1:] if arguments is None else arguments
     if missing := [name for name in ("typer", "rich", "pydantic") if not _installed(name)]:
         from tokenmill.cli.argparse_bench import run_plain
 
-        return run_plain(sys.argv[1:] if arguments is None else arguments, missing)
+        return run_plain(given, missing)
+    from tokenmill.cli.process_app import process_app
+
+    app = process_app(given) or _whole_app()
+    return app(given, prog_name="tokenmill", standalone_mode=False) or 0
+
+
+def _whole_app() -> typer.Typer:
     from tokenmill.cli.app import app
 
-    return app(arguments, prog_name="tokenmill", standalone_mode=False) or 0
+    return app
 
 
 def _installed(name: str) -> bool:

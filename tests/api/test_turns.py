@@ -52,6 +52,21 @@ def test_one_of_those_who_wait_goes_on_in_each_turn() -> None:
     asyncio.run(main())
 
 
+def test_calls_that_have_begun_come_before_new_ones() -> None:
+    async def main() -> list[str]:
+        turns, went = Turns(), []
+
+        async def call(name: str) -> None:
+            for part in ("head", "body"):
+                await turns.take(has_begun=part == "body")
+                went.append(f"{name} {part}")
+
+        await asyncio.gather(*(call(name) for name in "abc"))
+        return went
+
+    assert asyncio.run(main()) == ["a head", "a body", "b head", "b body", "c head", "c body"]
+
+
 def test_each_part_of_a_call_has_a_turn_of_its_own() -> None:
     parts: list[tuple[str, int]] = []
 

@@ -5,7 +5,16 @@ import math
 
 import pytest
 
-from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Job, capture_all, jobs_for
+from tokenmill.engine.graphs.capture import (
+    DRIVER_BYTES,
+    CaptureLimits,
+    CaptureReport,
+    Job,
+    Memory,
+    capture_all,
+    jobs_for,
+    taken,
+)
 from tokenmill.engine.graphs.graph_sizes import (
     capture_order,
     graph_for,
@@ -73,8 +82,9 @@ class Clock:
     def now(self) -> float:
         return float(len(self.captured))
 
-    def free(self) -> int:
-        return 10_000 - 100 * len(self.captured)
+    def memory(self) -> Memory:
+        held = 100 * len(self.captured)
+        return Memory(10_000 - held, held)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +99,7 @@ class Clock:
 def test_limits_end_the_capture(limits: CaptureLimits, count: int, flag: str | None) -> None:
     clock, sizes, seen = Clock(), graph_sizes(1024), []
     report = capture_all(
-        jobs_for(sizes, clock.capture), limits, lambda *p: seen.append(p), clock.now, clock.free
+        jobs_for(sizes, clock.capture), limits, lambda *p: seen.append(p), clock.now, clock.memory
     )
     assert clock.captured == capture_order(sizes)[:count] and seen[-1] == (count, 64)
     assert (report.captured, report.planned) == (count, 64)
@@ -97,11 +107,23 @@ def test_limits_end_the_capture(limits: CaptureLimits, count: int, flag: str | N
     assert report.cut_by is None if flag is None else (report.cut_by or "").startswith(flag)
 
 
+def test_what_other_processes_take_is_not_counted() -> None:
+    """Nor does it hide what is taken here, where they free memory meanwhile."""
+    before = Memory(100 * DRIVER_BYTES, DRIVER_BYTES)
+    held = 4 * DRIVER_BYTES
+    alone = Memory(before.free - held - 3000, before.held + held)
+    assert taken(before, alone, 1) == held + 3000
+    beside_start = alone._replace(free=alone.free - 90 * DRIVER_BYTES)
+    assert taken(before, beside_start, 2) == held + 2 * DRIVER_BYTES
+    beside_end = alone._replace(free=alone.free + 90 * DRIVER_BYTES)
+    assert taken(before, beside_end, 2) == held
+
+
 def test_kinds_of_graphs_take_turns() -> None:
     clock = Clock()
     decode = jobs_for([1, 2, 4], clock.capture)
     prompts = [Job(place, lambda place=place: clock.capture(100 + place)) for place in (0, 1)]
-    capture_all(decode + prompts, CaptureLimits(2.5, 10_000), None, clock.now, clock.free)
+    capture_all(decode + prompts, CaptureLimits(2.5, 10_000), None, clock.now, clock.memory)
     assert clock.captured == [4, 100, 1]
 
 

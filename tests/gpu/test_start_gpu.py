@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 
 from driver import complete
 from gpu.setups import image_prompts, prompts, random_prompts
+from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
+from tokenmill.layers.rotary import rotary_table
 from tokenmill.models.checkpoints.upload import upload
 from tokenmill.models.checkpoints.weights import read_stored
 
@@ -94,6 +96,31 @@ def test_images_compile_no_kernel_after_the_start(
         spans = [*[()] * count, last.images]
         complete(built.engine, [*texts[:count], last.token_ids], GREEDY, images=spans)
     assert compiled == []
+
+
+def test_rotary_tables_have_the_bits_of_a_cpu() -> None:
+    rope = RopeSpec(theta=500_000.0)
+    on_gpu = rotary_table(rope, 128, 131_072, "cuda")
+    assert torch.equal(on_gpu.cpu(), rotary_table(rope, 128, 131_072))
+
+
+def test_kernels_are_compiled_by_processes_beside_a_gpu_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forks of a process with a context; what they leave in the cache is loaded and launched."""
+    from triton import knobs
+
+    from tokenmill.kernels.gpu import launch
+    from tokenmill.kernels.sampling import argmax
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    logits = torch.randn(3, 777, device="cuda")
+
+    def run() -> None:
+        argmax(logits.half())
+
+    launch.compile_ahead(run, "a test")
+    assert torch.equal(argmax(logits.half()).long(), logits.half().argmax(-1))
 
 
 def test_uploaded_weights_are_the_bits_of_the_file(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +17,11 @@ tl = pytest.importorskip("triton.language")
 
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import cache  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tokenmill.kernels import prepare_triton  # noqa: E402
 from tokenmill.kernels.gpu import launch  # noqa: E402
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick  # noqa: E402
 
@@ -121,6 +125,12 @@ def test_sizes_are_those_of_triton() -> None:
     assert [cdiv(n, 7) for n in range(30)] == [triton.cdiv(n, 7) for n in range(30)]
 
 
+def test_triton_is_prepared_beside_other_work() -> None:
+    cache.triton_key.cache_clear()
+    prepare_triton().join()
+    assert cache.triton_key.cache_info().currsize == 1  # no kernel has to wait for it
+
+
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
@@ -148,6 +158,80 @@ def test_kernels_are_compiled_ahead_of_their_launch(
     assert launch.compile_ahead(pytest.fail, "key") == 0  # all lie in the cache
     assert launch.compile_ahead(run, "another key") == 0  # all are loaded
     assert len(list(fresh_cache.glob("tokenmill-*"))) == 2
+
+
+def test_what_is_compiled_is_not_launched_ahead_either(device: Device, fresh_cache: Path) -> None:
+    """Its inputs may be what another kernel, which is not launched, would have written."""
+    own = quick(JITFunction(add_kernel))
+    grid, args, constants = CALLS[0]
+    own[grid](*args, **constants)
+    assert launch.compile_ahead(partial(own[grid], *args, **constants), "key") == 0
+    assert len(device.launches) == 1
+
+
+def test_an_interrupt_leaves_nothing_to_wait_for(device: Device, fresh_cache: Path) -> None:
+    own = quick(JITFunction(add_kernel))
+
+    def run() -> None:
+        own[(3,)](X, X, 33, 2, BLOCK=16)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.compile_ahead(run, "key")
+    assert not list(fresh_cache.glob("tokenmill-*"))
+
+
+def test_what_was_asked_before_an_error_is_compiled(device: Device, fresh_cache: Path) -> None:
+    own = quick(JITFunction(add_kernel))
+
+    def run() -> None:
+        own[(3,)](X, X, 33, 2, BLOCK=16)
+        raise ValueError("a step does not run")
+
+    assert launch.compile_ahead(run, "key") == 0
+    assert list(fresh_cache.rglob("*.cubin"))
+    own[(3,)](X, X, 33, 2, BLOCK=16)
+    assert len(device.launches) == 1
+
+
+def noted(folder: Path, name: str) -> SimpleNamespace:
+    """In place of a compilation: says who did it."""
+    if name == "wrong":
+        raise ValueError(name)
+    with (folder / name).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return SimpleNamespace(src=None, metadata=None)
+
+
+def test_processes_compile_every_kernel_once(device: Device, tmp_path: Path) -> None:
+    names = ["wrong", *map(str, range(40)), "wrong"]
+    launch.compile_in_processes([partial(noted, tmp_path, name) for name in names])
+    assert {file.name for file in tmp_path.iterdir()} == {*names} - {"wrong"}
+    done = [file.read_text().split() for file in tmp_path.iterdir()]
+    assert all(len(each) == 1 and each != [str(os.getpid())] for each in done)
+
+
+def test_a_process_that_hangs_is_ended(
+    device: Device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, fork = list[int](), launch._fork
+    monkeypatch.setattr(launch, "_fork", lambda work: processes.append(fork(work)) or processes[-1])
+    launch.compile_in_processes([partial(time.sleep, 1000)], seconds=0.0)
+    assert "1 processes that compile kernels" in caplog.text
+    with pytest.raises(ProcessLookupError):
+        os.kill(processes[0], 0)
+
+
+def test_without_other_processes_this_one_compiles(
+    device: Device, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    own = quick(JITFunction(add_kernel))
+    assert launch.compile_ahead(partial(own[(3,)], X, X, 33, 2, BLOCK=16), "key") == 1
+    assert list(fresh_cache.rglob("*.cubin"))
 
 
 def test_what_fails_ahead_is_left_to_the_first_launch(device: Device, fresh_cache: Path) -> None:

@@ -21,7 +21,7 @@ from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.kernels.moe import route
 from tokenmill.layers import attention, mlp
-from tokenmill.layers.rotary import inverse_frequencies, rotary_table
+from tokenmill.layers.rotary import _cos_sin, inverse_frequencies, rotary_table
 from tokenmill.models import spec_of
 from tokenmill.models.checkpoints.weights import open_checkpoint, open_mtp, read_spec
 
@@ -175,6 +175,16 @@ def test_yarn_is_that_of_transformers() -> None:
         cos, sin = theirs(torch.zeros(1), torch.tensor([[position]]))
         expected = torch.cat([cos[0, 0], sin[0, 0]])  # angles have 24 bits, there and here
         close(table[position], expected, rtol=0, atol=4e-7 * (1 + position))
+
+
+def test_a_rotary_table_is_the_same_in_parts() -> None:
+    """Positions are computed a few at a time; where the parts begin changes no bit."""
+    rope = spec_of(GPT_OSS_120B).rope
+    table = rotary_table(rope, 64, 5000)
+    angles = torch.arange(5000).float()[:, None] * inverse_frequencies(rope, 64)
+    cos, sin = _cos_sin(angles.double())
+    assert torch.equal(table, torch.cat([cos, sin], 1).float() * rope.attention_factor)
+    assert torch.equal(table[:1], rotary_table(rope, 64, 1))
 
 
 @pytest.mark.parametrize(

@@ -30,25 +30,30 @@ _log = logging.getLogger(__name__)
 
 
 class Turns:
-    """One of those who wait goes on in each turn of the event loop; between them streams do."""
+    """One of those who wait goes on in each turn of the event loop; between them streams do.
+
+    Calls that have begun come first: else the first prompt of a burst would wait for all the heads.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._begun: deque[asyncio.Future[None]] = deque()
+        self._new: deque[asyncio.Future[None]] = deque()
         self._is_taken = False  # somebody goes on in this turn
 
-    async def take(self) -> None:
-        """Wait for a turn, behind all who came before."""
+    async def take(self, has_begun: bool = False) -> None:
+        """Wait for a turn, behind those who came before."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
-            self._waiting.append(loop.create_future())
-            await self._waiting[-1]
+            waiter = loop.create_future()
+            (self._begun if has_begun else self._new).append(waiter)
+            await waiter
         else:
             self._is_taken = True
             loop.call_soon(self._pass_on)
 
     def _pass_on(self) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
+        while self._begun or self._new:
+            waiter = (self._begun or self._new).popleft()
             if not waiter.done():  # it was not cancelled
                 waiter.set_result(None)
                 asyncio.get_running_loop().call_soon(self._pass_on)
@@ -60,7 +65,7 @@ async def take_turn(scope: Scope) -> None:
     """Wait for a turn before the next part of a call; an app that stands alone has none."""
     turns: Turns | None = scope.get(TURNS)
     if turns is not None:
-        await turns.take()
+        await turns.take(has_begun=True)
 
 
 class CallCounter(Protocol):
@@ -89,7 +94,7 @@ class Front:
             scope = {**scope, "method": "GET"}
         if scope["method"] == "POST" and self._turns is not None:
             scope[TURNS] = self._turns
-            await take_turn(scope)
+            await self._turns.take()
         app = self._shared if scope["path"].startswith(CORS_PATHS) else self._app
         try:
             await app(scope, receive, _named(record, send))

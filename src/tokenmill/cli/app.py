@@ -22,15 +22,9 @@ from tokenmill.cli import (
 from tokenmill.cli import worker_commands as pool
 from tokenmill.cli.chat import chat_command as chat
 from tokenmill.cli.plan import plan_group as plan
+from tokenmill.cli.process_app import empty_app
 
-app = typer.Typer(
-    name="tokenmill",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = empty_app()
 
 
 def _print_version(wanted: bool) -> None:

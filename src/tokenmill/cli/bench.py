@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import typer
 
-from tokenmill.bench.commands import bench_commands
+from tokenmill.bench.commands import BenchCommand, bench_commands
 from tokenmill.settings.options import command
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
+    add_group(app, bench_commands().values())
+
+
+def add_group(app: typer.Typer, commands: Iterable[BenchCommand]) -> None:
+    """The group with these commands."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-    for one in bench_commands().values():
+    for one in commands:
         add = command(group, one.name, one.panels, defaults=one.defaults, hidden=one.hidden)
         add(one.run)
     app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")

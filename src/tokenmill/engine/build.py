@@ -58,7 +58,7 @@ from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar import GrammarBackend
 from tokenmill.engine.warm_up import FEW, warm_up_steps
-from tokenmill.kernels import triton_kernels
+from tokenmill.kernels import prepare_triton, triton_kernels
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.features import FeatureReader
 from tokenmill.kv.tiers.page_copies import staged_bytes
@@ -208,6 +208,8 @@ def load_part(
     set_mode(setup.execution)
     set_num_threads(model.num_threads or 1)
     path, device, dtype = Path(model.model), model.device, model.dtype
+    if device == "cuda" and setup.execution.fused_kernels:
+        prepare_triton()  # while weights are read
     assert dtype != "auto" and cache.block_size is not None
     checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
     spec = checkpoint.spec

@@ -137,9 +137,9 @@ class ModelRunner:
         jobs += [] if pieces is None else pieces.jobs(pool)
         encoder = None if self._encode is None else self._encode.add_graphs()
         jobs += [] if encoder is None else encoder.jobs(pool)
-        torch.cuda.empty_cache()  # else what the warm-up left would hide what graphs take
         with trials():  # each size runs once before its capture
             report = capture_all(jobs, limits, progress)
+        torch.cuda.empty_cache()  # what the warm-up left, and runs before captures have used
         decode.start(report)
         if pieces is not None:
             report.piecewise_tokens = pieces.start()

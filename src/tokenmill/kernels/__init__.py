@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -55,6 +57,18 @@ def compiled(name: str) -> Any:
 def triton_kernels(name: str) -> Any:
     """The module kernels/gpu/<name>.py, imported on first use."""
     return importlib.import_module(f"tokenmill.kernels.gpu.{name}")
+
+
+def prepare_triton() -> threading.Thread:
+    """Import Triton in a thread, and do there what its first kernel would else wait for."""
+    thread = threading.Thread(target=_prepare_triton, name="triton", daemon=True)
+    thread.start()
+    return thread
+
+
+def _prepare_triton() -> None:
+    with suppress(Exception):  # the first kernel meets it, and says so
+        triton_kernels("launch").prepare()
 
 
 def gpu_twin(reference: Kernel) -> Kernel:

@@ -14,15 +14,24 @@ from tokenmill.core.specs.rope import RopeSpec
 
 # pi / 2 in parts of 33 bits, so that their products with a number below 2**20 are exact
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+_POSITIONS = 2048  # of a table that are computed at once
 _SINE = tuple((-1) ** i / math.factorial(2 * i + 1) for i in range(9, 0, -1))
 _COSINE = tuple((-1) ** i / math.factorial(2 * i) for i in range(9, -1, -1))
 
 
-def rotary_table(rope: RopeSpec, dim: int, num_positions: int) -> torch.Tensor:
-    """fp32 [num_positions, dim]: cosines in the first half, sines in the second."""
-    angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, dim)
-    cos, sin = _cos_sin(angles.double())
-    return torch.cat([cos, sin], dim=1).float() * rope.attention_factor
+def rotary_table(
+    rope: RopeSpec, dim: int, num_positions: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """fp32 [num_positions, dim]: cosines in the first half, sines in the second.
+
+    A GPU computes the same bits; on CPU an intermediate of a few positions stays in its caches.
+    """
+    frequencies = inverse_frequencies(rope, dim).to(device)
+    positions = torch.arange(num_positions, device=device).float()[:, None]
+    table = torch.empty(num_positions, dim, device=device)
+    for own, rows in zip(positions.split(_POSITIONS), table.split(_POSITIONS), strict=True):
+        rows.copy_(torch.cat(_cos_sin((own * frequencies).double()), dim=1))
+    return table.mul_(rope.attention_factor)
 
 
 def _cos_sin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

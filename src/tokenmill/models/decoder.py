@@ -141,7 +141,7 @@ class Decoder:
         self.read_layers: tuple[int, ...] = ()  # an EAGLE-3 head reads the states that enter them
         self._read_states: torch.Tensor | None = None  # of the last step
         tables = {
-            rope: rotary_table(rope, spec.cache_dims[0], max_model_len).to(device)
+            rope: rotary_table(rope, spec.cache_dims[0], max_model_len, device)
             for rope in set(spec.layer_ropes)
         }
         self.cos_sin = [tables[rope] for rope in spec.layer_ropes]  # of each layer

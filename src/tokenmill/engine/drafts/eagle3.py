@@ -195,7 +195,7 @@ class Eagle3Head:
         self.out = linear("self_attn.o_proj")
         self.mlp = MLP(norm("post_attention_layernorm"), tensors, dtype, device)
         length = model.cos_sin[0].shape[0]
-        self.cos_sin = rotary_table(spec.layer_ropes[0], spec.head_dim, length).to(device)
+        self.cos_sin = rotary_table(spec.layer_ropes[0], spec.head_dim, length, device)
         self.head: Linear | None = None
         if "lm_head.weight" in tensors:
             plain: ComputeType = "bf16" if dtype == "fp8" else dtype

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tokenmill.engine.graphs.graph_sizes import capture_order, most_padding, without_graph
 
 Progress = Callable[[int, int], None]
+# The most that a driver is taken to keep for what a job captures: some KiB for each kernel.
+DRIVER_BYTES = 2**23
 _log = logging.getLogger(__name__)
 
 
@@ -103,6 +106,28 @@ class CaptureReport:
         }
 
 
+class Memory(NamedTuple):
+    """Bytes of the device: free for any process, and held by this one's tensors and graphs."""
+
+    free: int
+    held: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        return cls(torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved())
+
+
+def taken(before: Memory, now: Memory, num_captured: int) -> int:
+    """Bytes that the capture took, whatever other processes do meanwhile.
+
+    What tensors in graphs take is known. What the driver keeps for them is only seen in the free
+    memory, which others change as well: more than DRIVER_BYTES for each job is theirs.
+    """
+    held = now.held - before.held
+    others = before.free - now.free - held
+    return held + max(0, min(others, num_captured * DRIVER_BYTES))
+
+
 def jobs_for(sizes: Sequence[int], capture: Callable[[int], None]) -> list[Job]:
     """A job for each size, in the order of use."""
 
@@ -117,14 +142,15 @@ def capture_all(
     limits: CaptureLimits,
     progress: Progress | None = None,
     now: Callable[[], float] = time.monotonic,
-    free_bytes: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0],
+    memory: Callable[[], Memory] = Memory.now,
 ) -> CaptureReport:
     """Capture graphs, those of every kind in turns, until all are or a limit is reached."""
-    report, begin, free = CaptureReport(planned=len(jobs)), now(), free_bytes()
+    report, begin, before = CaptureReport(planned=len(jobs)), now(), memory()
     for job in sorted(jobs, key=lambda job: job.place):
         job.capture()
         report.captured += 1
-        report.seconds, report.memory_bytes = now() - begin, free - free_bytes()
+        report.seconds = now() - begin
+        report.memory_bytes = taken(before, memory(), report.captured)
         if progress is not None:
             progress(report.captured, report.planned)
         if report.captured == report.planned:
@@ -138,24 +164,20 @@ def capture_all(
     return report
 
 
-def next_graph(capture: torch.cuda.graph, pool: Any) -> torch.cuda.CUDAGraph:
-    """Begin another graph in the middle of a capture, whose last one has been ended."""
-    capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
-    capture.cuda_graph.capture_begin(pool=pool, capture_error_mode=capture.capture_error_mode)
-    return capture.cuda_graph
+@contextmanager
+def capturing(capture: torch.cuda.graph) -> Iterator[None]:
+    """Capture as `with capture` would, but keep the memory that torch has cached.
 
-
-def capture_stages(stages: Sequence[Callable[[], None]], pool: Any) -> list[torch.cuda.CUDAGraph]:
-    """A graph of each stage, in one capture: to begin one takes far longer than to end a graph."""
-    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool)
-    graphs = [capture.cuda_graph]
-    with capture:
-        for index, stage in enumerate(stages):
-            if index:
-                capture.cuda_graph.capture_end()
-                graphs.append(next_graph(capture, pool))
-            stage()
-    return graphs
+    It would be given back before every capture, and the run before the next one would ask the
+    driver for it again. A capture in pieces puts other graphs in place of its first.
+    """
+    with torch.cuda.stream(capture.capture_stream):
+        mode = capture.capture_error_mode
+        capture.cuda_graph.capture_begin(*capture.pool, capture_error_mode=mode)  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            capture.cuda_graph.capture_end()
 
 
 class Unowned:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.engine.graphs.capture import CaptureReport, Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import CaptureReport, Job, capturing, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, newest_token
 from tokenmill.engine.model import KVCache, Model
@@ -70,7 +70,7 @@ class DecodeGraphs:
         self._decode(size)  # compiles kernels and picks algorithms, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with capturing(torch.cuda.graph(graph, pool=pool)):
             decoded = self._decode(size)
         decoded = replace(decoded, logits=unowned(decoded.logits))
         self._graphs[size] = Captured(graph, decoded)

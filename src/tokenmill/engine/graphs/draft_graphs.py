@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
-from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import Job, capturing, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.model import KVCache, Model
@@ -84,11 +84,11 @@ class DraftGraphs:
         self._draft(size, self._verify(size))  # compiles kernels, which capture must not
         torch.cuda.synchronize()
         verify, draft, drafted = torch.cuda.CUDAGraph(), None, self.tokens
-        with torch.cuda.graph(verify, pool=pool):
+        with capturing(torch.cuda.graph(verify, pool=pool)):
             verified = self._verify(size)
         if self.proposer is not None:
             draft = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(draft, pool=pool):
+            with capturing(torch.cuda.graph(draft, pool=pool)):
                 drafted = self._draft(size, verified)
         verified = replace(verified, logits=unowned(verified.logits))
         self._graphs[size] = Captured(verify, verified, draft, drafted)

@@ -15,7 +15,7 @@ import torch
 
 from tokenmill.core.images import Grid
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.engine.graphs.capture import Job, capture_stages, jobs_for
+from tokenmill.engine.graphs.capture import Job, capturing, jobs_for
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.kernels.segments import TILE_ROWS, Segments
 from tokenmill.layers.images import BegunPatches, ImageEncoder, Places
@@ -54,11 +54,16 @@ class EncoderGraphs:
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:
-        stages = self._stages(size, (size,))
+        stages, graphs = self._stages(size, (size,)), []
         for stage in stages:  # compiles kernels and picks algorithms, which capture must not
             stage()
         torch.cuda.synchronize()
-        self._graphs[size] = capture_stages(stages, pool)
+        for stage in stages:
+            graph = torch.cuda.CUDAGraph()
+            with capturing(torch.cuda.graph(graph, pool=pool)):
+                stage()
+            graphs.append(graph)
+        self._graphs[size] = graphs
 
     def start(self) -> None:
         """Use what was captured, and nothing else."""

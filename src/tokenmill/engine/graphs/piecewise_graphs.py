@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.engine.graphs.capture import Job, jobs_for, next_graph, unowned
+from tokenmill.engine.graphs.capture import Job, capturing, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.model import KVCache, Model
@@ -68,15 +68,19 @@ class Recorder:
 
     def record(self, forward: Callable[[], torch.Tensor]) -> Pieces:
         """The pieces of a forward pass whose attentions call cut()."""
-        with self._capture:
+        with capturing(self._capture):
             hidden = forward()
         return Pieces(self.graphs, self.cuts, unowned(hidden))
 
     def cut(self, group: int, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
         """End a piece here; the attention runs when pieces are replayed."""
-        self._capture.cuda_graph.capture_end()
+        capture = self._capture
+        capture.cuda_graph.capture_end()
         self.cuts.append(Cut(attend, tuple(map(unowned, tensors)), group))
-        self.graphs.append(next_graph(self._capture, self._pool))
+        capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
+        self.graphs.append(capture.cuda_graph)
+        mode = capture.capture_error_mode
+        capture.cuda_graph.capture_begin(pool=self._pool, capture_error_mode=mode)
 
 
 def piecewise_sizes(most: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
-from tokenmill.engine.graphs.capture import Job, jobs_for
+from tokenmill.engine.graphs.capture import Job, capturing, jobs_for
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.staging import ALIGN
@@ -61,7 +61,7 @@ class PromptGraphs:
         self._run(size)  # compiles kernels, which capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with capturing(torch.cuda.graph(graph, pool=pool)):
             prompted = self._run(size)
         self._graphs[size] = graph, prompted
 
