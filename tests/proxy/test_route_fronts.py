@@ -103,6 +103,10 @@ def fronts_of(router: SimServer) -> dict[str, dict[str, Any]]:
     return {front["name"]: front for front in view(router)["fronts"]}
 
 
+def open_calls(router: SimServer) -> dict[str, int]:
+    return {name: front["num_open"] for name, front in fronts_of(router).items()}
+
+
 def call(router: SimServer, key: str) -> Any:
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": MODEL, "messages": []}
@@ -154,13 +158,13 @@ def test_a_killed_front_takes_only_its_own_streams_with_it(
         streams = [router.open_call(path, body, header) for _ in range(NUM_STREAMS)]
         for connection in streams:
             assert connection.recv(1 << 16)
-        wait_until(lambda: view(router)["num_open"] == NUM_STREAMS, "all streams run")
-        counts = {name: front["num_open"] for name, front in fronts_of(router).items()}
+        wait_until(lambda: sum(open_calls(router).values()) == NUM_STREAMS, "all streams run")
+        counts = open_calls(router)
         if all(counts.values()):
             break
         for connection in streams:  # all of them at one front: try again
             connection.close()
-        wait_until(lambda: view(router)["num_open"] == 0, "the front has noticed")
+        wait_until(lambda: not any(open_calls(router).values()), "the front has noticed")
     wait_until(
         lambda: {call(router, KEYS[0]).status for _ in range(4)} == {429},
         "fronts hear of each other's calls",

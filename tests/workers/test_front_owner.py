@@ -374,7 +374,8 @@ def test_a_worker_tells_how_much_of_a_prefix_fronts_have_counted_twice() -> None
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
         address = f"ipc://{folder}/owner"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.socket(zmq.PAIR).bind(address)
+        socket = context.socket(zmq.PAIR)  # a socket that nobody keeps is closed
+        socket.bind(address)
         links, size = FrontLinks(FrontLink(address), FACTS), FACTS.block_size
         prompt = [1] * (3 * size)
         try:
