@@ -38,11 +38,11 @@ class ModelConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the engine runs.")
     random_weights: bool = setting(
-        False, "Random weights: only config.json is read; routers choose experts about evenly."
+        False, "Random weights: only config.json is read; tokens choose experts about evenly."
     )
     seed: int = setting(0, "Seed of the random weights.", count(0), flag="weights-seed")
     max_model_len: int | None = setting(None, "Longest prompt plus answer, in tokens.", count(1))
-    num_threads: int | None = setting(None, "CPU threads of the engine; all cores.", count(1, 4096))
+    num_threads: int | None = setting(None, "CPU threads; by default all cores.", count(1, 4096))
     draft: str | None = setting(
         None,
         "What drafts for --mtp: an MTP module, EAGLE or EAGLE-3 head (a safetensors file, folder "
@@ -123,7 +123,8 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = setting("priority", "Order of the waiting requests.")
     encoder_patches: int | None = setting(
         None,
-        "Most image patches that a step encodes, or one larger image; half as long as its tokens.",
+        "Most image patches that a step encodes, or one larger image; by default they take half "
+        "as long as its tokens.",
         count(1),
         flag="max-encoder-patches",
     )
@@ -164,7 +165,7 @@ class ExecutionConfig:
         True, "Compiled kernels; off: torch operations one by one, the readable reference."
     )
     cuda_graphs: bool = setting(
-        True, "Replay decode steps as CUDA graphs, and the pieces between attentions of others."
+        True, "Replay decode steps as CUDA graphs, and other steps in pieces between attentions."
     )
     overlap: bool | None = setting(
         None, "Prepare a step while the one before it runs; on by default on a GPU."

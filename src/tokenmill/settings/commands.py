@@ -48,7 +48,7 @@ TEXT_SERVER_ONLY = frozenset(
 TASK = (
     Setting(
         "task",
-        "What the model does; auto: as its folder says.",
+        "What the model does; auto finds out from its folder.",
         one_of("auto", "generate", "rank", "video"),
         default="auto",
     ),
@@ -96,8 +96,8 @@ RANK_SERVER = (
 RANK_TABLES = (
     Setting(
         "table",
-        "Table of the model that lies elsewhere: item=PATH of a file, folder or database; repeat "
-        "the flag for user=PATH.",
+        "Table outside the model's folder: item=PATH of a file, folder or database; repeat the "
+        "flag for user=PATH.",
         TEXT,
         repeated=True,
         default=(),
@@ -117,7 +117,7 @@ RANK_TRAIN = (
 )
 FRONT = (Setting("join", "Server to join, as HOST:PORT of one of its fronts.", TEXT),)
 LADDER = (
-    Setting("rungs", "Rungs to run, separated by commas; each has all before it on.", TEXT),
+    Setting("rungs", "Rungs to run, separated by commas; each also has all before it on.", TEXT),
     Setting(
         "gpu-price",
         "Dollars per hour of the machine; the default is a placeholder for what you pay.",
@@ -174,8 +174,8 @@ MLPERF = (
     ),
     Setting(
         "test-mode",
-        "What to run: accuracy needs --dataset, submission is both; TEST06, TEST07 and TEST09 are "
-        "single compliance tests.",
+        "What to run: accuracy needs --dataset; submission is performance and accuracy; TEST04, "
+        "TEST06, TEST07 and TEST09 are single compliance tests.",
         one_of("performance", "accuracy", "submission", "TEST04", "TEST06", "TEST07", "TEST09"),
         default="performance",
     ),
@@ -192,8 +192,8 @@ MLPERF = (
     ),
     Setting(
         "dataset",
-        "Samples of the benchmark, .json or .jsonl; of wan-2.2 a text file with a prompt in each "
-        "line. Else synthetic ones.",
+        "Samples of the benchmark, .json or .jsonl; for wan-2.2 a text file with a prompt in each "
+        "line. Samples are synthetic if not given.",
         TEXT,
     ),
     Setting("quick", "Few queries and little time: not a valid submission.", SWITCH, default=False),
@@ -291,7 +291,9 @@ ATTENTION_DP = (
         count(2),
         default=20_000,
     ),
-    Setting("balance", "Also run with prompts held back; off: only without.", SWITCH, default=True),
+    Setting(
+        "balance", "Also run with prompts held back; off: never hold them.", SWITCH, default=True
+    ),
     Setting(
         "timeout-iters",
         "Most steps that prompts wait for ranks without a prompt.",
@@ -306,8 +308,8 @@ ATTENTION_DP = (
     ),
     Setting(
         "compare-policies",
-        "Beside it vLLM's rule (every n-th step), SGLang's (wait while ranks differ), and steps "
-        "so small that prompts are always spread over many.",
+        "Also run vLLM's rule (every n-th step), SGLang's rule (wait while ranks differ), and "
+        "steps so small that prompts are always spread over many.",
         SWITCH,
         default=False,
     ),
@@ -325,10 +327,12 @@ ATTENTION_DP = (
     ),
 )
 PLAN = (
-    Setting("hardware", "TOML file with GPUs of your own; its tables win over the shipped.", TEXT),
+    Setting(
+        "hardware", "TOML file with your own GPUs; its tables win over the shipped ones.", TEXT
+    ),
     Setting(
         "efficiencies",
-        "TOML file of `plan calibrate` with efficiencies; its tables win over the shipped.",
+        "TOML file of `plan calibrate` with efficiencies; its tables win over the shipped ones.",
         TEXT,
     ),
     Setting(
@@ -338,8 +342,8 @@ PLAN = (
     ),
     Setting(
         "acceptance",
-        "Share of drafts that are accepted where those before them were; that measured of the "
-        "model's family, if not given.",
+        "Share of drafts that are accepted if all drafts before them were; by default the share "
+        "measured for the model's family.",
         number(0, 1),
     ),
     Setting("ttft", "Most milliseconds to the first token.", number(1, 1e7), default=2000.0),
@@ -357,7 +361,7 @@ PLAN = (
     Setting("write", "File for the settings of `serve`.", TEXT, default="plan.toml"),
     Setting(
         "interactivity",
-        "Tokens/s that a user is to have; several, each a point of the curves.",
+        "Tokens/s that a user must get; each value is a point of the curves.",
         numbers(read_float, 0.1, "X[,X...]"),
         default=(5, 8, 16, 20, 25, 33, 40, 50, 80, 100, 125, 160, 200, 250),
     ),
@@ -389,7 +393,9 @@ SIMULATE = (
     Setting(
         "ladder", "Also run with and without each technique, on one rack.", SWITCH, default=False
     ),
-    Setting("scale-out", "Also run one rack alone: what several cost.", SWITCH, default=True),
+    Setting(
+        "scale-out", "Also run one rack alone, to show what several cost.", SWITCH, default=True
+    ),
 )
 COMMANDS = (
     Setting("system", "System prompt of the conversation.", TEXT),
@@ -404,7 +410,7 @@ COMMANDS = (
     Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
     Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),
     Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
-    Setting("latest", "Requests to show one by one, the latest.", count(0), default=0),
+    Setting("latest", "Latest requests to show one by one.", count(0), default=0),
     Setting("num-running", "Requests that decode at once.", count(1), default=512),
     Setting("num-steps", "Steps to measure.", count(1), default=200),
     Setting("starts", "Measured starts with warm kernels; the median counts.", count(1), default=3),
@@ -422,7 +428,7 @@ COMMANDS = (
     Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
     Setting(
         "conversations",
-        "Conversations, which take turns; of a trace, those that have several.",
+        "Conversations, which take turns; with a trace, those that have several turns.",
         count(1),
         default=32,
     ),
@@ -448,12 +454,12 @@ COMMANDS = (
     ),
     Setting(
         "time-limit",
-        "Seconds for all of it: only as many requests run as fit, the same in every run.",
+        "Seconds for all runs: only as many requests run as fit, the same in every run.",
         number(1, 86400),
     ),
     Setting(
         "working-set",
-        "Times that the KV of all conversations is larger than the device's.",
+        "KV of all conversations, as a multiple of the device's KV cache.",
         number(0.1, 1000),
         default=4.0,
     ),
