@@ -129,7 +129,7 @@ def test_commands_run(block: Block, folder: Path, capfd: pytest.CaptureFixture[s
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
     limits = SchedulerConfig(max_model_len=16384)  # a token of the trace is several bytes
-    pool = PoolConfig(workers=2, placement="process")
+    pool = PoolConfig(workers=2)
     with sim_server(None, limits, step_ms=1.0, pool=pool) as running:
         yield running
 

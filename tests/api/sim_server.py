@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import IO, Any
@@ -141,12 +141,13 @@ def sim_server(
 ) -> Iterator[SimServer]:
     """A running server, which must end well if it `ends_well`. `log` gets its stderr.
 
-    With `vision` it takes images.
+    With `vision` it takes images. Its workers are plain processes, which start sooner than Ray's.
     """
     config = config or ServerConfig(port=0)
     limits = limits or SchedulerConfig(max_model_len=MAX_MODEL_LEN)
     worker = worker_argv(limits, step_ms, num_blocks, fault_rate, sees=vision is not None)
-    argv = server_argv(config, pool or PoolConfig(), router or RouterConfig(), worker, vision)
+    pool = replace(pool or PoolConfig(), placement="process")
+    argv = server_argv(config, pool, router or RouterConfig(), worker, vision)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None

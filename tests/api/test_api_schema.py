@@ -47,7 +47,7 @@ def test_every_operation(server: SimServer, method: str, path: str, mode: Genera
         return
 
     @settings(
-        max_examples=40 if operation.body else 5,
+        max_examples=20 if operation.body else 5,
         deadline=None,
         derandomize=True,
         database=None,

@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
-    pool = PoolConfig(workers=2, placement="process", heartbeat_s=0.2, backoff_s=0.01)
+    pool = PoolConfig(workers=2, heartbeat_s=0.2, backoff_s=0.01)
     with sim_server(step_ms=STEP_MS, pool=pool) as running:
         yield running
 
@@ -383,9 +383,7 @@ def test_figures_without_a_connection_say_so_and_come_back(
 
 
 def test_prefill_and_decode_workers_show_their_decisions(browser: Browser) -> None:
-    pool = PoolConfig(
-        prefill=1, decode=1, remote_prefill_tokens=32, placement="process", heartbeat_s=0.2
-    )
+    pool = PoolConfig(prefill=1, decode=1, remote_prefill_tokens=32, heartbeat_s=0.2)
     with sim_server(pool=pool) as server, opened(browser, server) as live:
         page = live.page
         page.get_by_text("no request has come yet").wait_for()

@@ -110,7 +110,7 @@ def announced(server: SimServer) -> int:
 def test_the_context_is_what_the_cache_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
     num_blocks = 4
     room = num_blocks * BLOCK_SIZE
-    pool = PoolConfig(workers=2, placement="process")
+    pool = PoolConfig(workers=2)
     with logged() as log, sim_server(pool=pool, num_blocks=num_blocks, log=log.file) as server:
         assert announced(server) == room
         lines = sorted(log.lines("worker w"))

@@ -19,7 +19,7 @@ from tokenmill.core.config import PoolConfig, SchedulerConfig, ServerConfig
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 JSON = {"content-type": "application/json"}
 LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN)
-TWO = PoolConfig(workers=2, placement="process", backoff_s=0.05)
+TWO = PoolConfig(workers=2, backoff_s=0.05)
 
 
 @pytest.fixture(scope="module")

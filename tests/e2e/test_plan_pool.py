@@ -51,7 +51,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def served(*words: str) -> Iterator[str]:
     """The URL of a server whose workers compute in one thread each."""
     command = [sys.executable, "-m", "tokenmill", "serve", *words, "--port", "0"]
-    command += ["--num-threads", "1", "--max-model-len", "512"]
+    command += ["--num-threads", "1", "--max-model-len", "512", "--placement", "process"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

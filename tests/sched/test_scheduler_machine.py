@@ -406,7 +406,7 @@ class OverlapMachine(SchedulerMachine):
     overlap = True
 
 
-SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 SchedulerMachine.TestCase.settings = SETTINGS
 OverlapMachine.TestCase.settings = SETTINGS
 TestScheduler = SchedulerMachine.TestCase
@@ -503,7 +503,7 @@ def random_event(rng: random.Random, session: Session, failure_rate: float) -> N
 def test_many_random_sessions_survive_failures(overlap: bool, slides: bool) -> None:
     """Aborts and submissions between any two phases, and failures in any of them."""
     met: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(150):
         rng = random.Random(seed)
         session = random_session(rng, overlap, slides=slides)
         failure_rate = rng.choice([0, 0.02, 0.1])
@@ -511,11 +511,11 @@ def test_many_random_sessions_survive_failures(overlap: bool, slides: bool) -> N
             random_event(rng, session, failure_rate)
         session.run_out()
         met += session.met
-    assert met["halved"] > 20
+    assert met["halved"] > 10
     if overlap:
-        assert met["stopped late"] > 1000 and met["preempted in flight"] > 500
-        assert met["hit of a late block"] > 100
-        assert met["failed under a launched batch"] > 100
+        assert met["stopped late"] > 500 and met["preempted in flight"] > 250
+        assert met["hit of a late block"] > 50
+        assert met["failed under a launched batch"] > 50
         assert met["read from a failed batch"] > 1
 
 
