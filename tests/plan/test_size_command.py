@@ -43,7 +43,6 @@ def test_a_rack_is_sized_within_its_limits(
     spent = report["usd_per_million_input"] * 60 * 3600 * _mean_input() / 1e6
     spent += report["usd_per_million_output"] * report["output_tok_s"] * 3600 / 1e6
     assert spent == pytest.approx(report["usd_per_hour"], rel=0.01)
-    assert report["cpu_s"] < 10
     case = report["what_if"]["twice the context"]
     assert not case["holds"] and case["needs_gpus"] > report["gpus"]
     assert "no cache hits were assumed" in report["what_if"]["half the cache hits"]["note"]

@@ -115,13 +115,24 @@ def test_what_is_no_call_is_the_backends_matter(
 
 def test_streams_pass_as_they_come(routed: tuple[SimServer, list[Scripted]]) -> None:
     router, backends = routed
+    was_read = threading.Event()
+
+    def one_by_one(handler: Handler) -> None:
+        handler.start_stream()
+        handler.chunk(EVENT % 0)
+        assert was_read.wait(GENEROUS_S), "the first event waits for the second"
+        handler.chunk(EVENT % 1)
+
     for backend in backends:
-        backend.behaviour = count_to(5, gap_s=0.3)
-    began = time.monotonic()
+        backend.behaviour = one_by_one
     body = {"model": MODEL, "messages": [], "stream": True}
     with router.open_call("/v1/chat/completions", body) as connection:
-        connection.recv(1 << 16)
-        assert time.monotonic() - began < 1.0, "the first event waits for no other"
+        received = b""
+        for number in range(2):
+            while EVENT % number not in received:
+                received += (part := connection.recv(1 << 16))
+                assert part, "the stream has ended"
+            was_read.set()
     for backend in backends:
         backend.behaviour = count_to(5)
     answer = ask(router, stream=True)
