@@ -22,15 +22,24 @@ from tokenmill.workers.fronts import control_socket
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import (
     Answer,
+    Ask,
     Connect,
+    DeleteResponse,
     Drain,
+    FindItem,
     FromFront,
     FrontSetup,
+    GetResponse,
     GetTicket,
     GetTotals,
     Hello,
+    KeepResponse,
     Left,
     Listening,
+    OpenCalls,
+    Question,
+    Sync,
+    Synced,
     ToFront,
     Totals,
     Welcome,
@@ -273,6 +282,115 @@ def test_only_the_front_whose_link_broke_loses_the_worker(monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
+# Stored responses: one front sends them, and a client asks another one for them.
+
+
+KEPT = KeepResponse("r", 0, ["i"], b"payload")
+QUESTIONS = (GetResponse("r", 0), FindItem("i", 0), DeleteResponse("r", 0))
+
+
+def listening(owner: FrontOwner, *names: str) -> list[Peer]:
+    peers = [Peer(owner, name) for name in names]
+    for peer in peers:
+        peer.say(Listening("http://x"))
+    return peers
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_response_that_is_on_its_way_is_found(question: Question) -> None:
+    async def main() -> None:
+        async with owning() as owner:
+            maker, asked = listening(owner, "f0", "f1")
+            asked.say(Ask(1, question))
+            await until(lambda: maker.of(Sync))
+            asked.say(Synced(1))
+            maker.say(KEPT)  # it was sent before the client asked, and comes only now
+            assert asked.of(Answer) == []
+            maker.say(Synced(1))
+            await until(lambda: asked.of(Answer))
+            deletes = isinstance(question, DeleteResponse)
+            response = None if deletes else KEPT.payload
+            assert asked.of(Answer) == [Answer(1, response=response, is_deleted=deletes)]
+            maker.say(Ask(2, GetResponse("r", 0)))
+            if deletes:
+                await until(lambda: maker.of(Sync)[1:])
+            else:
+                await until(lambda: maker.of(Answer))
+                assert len(maker.of(Sync)) == 1, "what is there is not waited for"
+
+    asyncio.run(main())
+
+
+def test_a_sync_that_began_before_the_question_does_not_count() -> None:
+    async def main() -> None:
+        async with owning() as owner:
+            maker, asked = listening(owner, "f0", "f1")
+            asked.say(Ask(1, GetResponse("unknown", 0)))
+            await until(lambda: maker.of(Sync))
+            maker.say(Synced(1))  # and after it the response, which comes late
+            for number in (2, 3):
+                asked.say(Ask(number, GetResponse("r", 0)))
+            await asyncio.sleep(0)
+            asked.say(Synced(1))
+            await until(lambda: len(maker.of(Sync)) == 2)
+            assert asked.of(Answer) == [Answer(1)]
+            asked.say(Synced(2))
+            maker.say(KEPT)
+            maker.say(Synced(2))
+            await until(lambda: len(asked.of(Answer)) == 3)
+            assert {answer.response for answer in asked.of(Answer)[1:]} == {KEPT.payload}
+            assert len(maker.of(Sync)) == 2, "those who wait share the next one"
+
+    asyncio.run(main())
+
+
+def test_a_silent_front_delays_a_miss_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "GATHER_S", 0.01)
+
+    async def main() -> None:
+        async with owning() as owner:
+            silent, asked = listening(owner, "f0", "f1")
+            asked.say(Ask(1, GetResponse("r", 0)))
+            await until(lambda: asked.of(Answer))
+            assert asked.of(Answer) == [Answer(1)]
+            monkeypatch.setattr(owner_module, "GATHER_S", 2 * GENEROUS_S)
+            asked.say(Ask(2, GetResponse("r", 0)))
+            await until(lambda: len(silent.of(Sync)) == 2)
+            asked.say(Synced(2))
+            silent.say(Synced(1))  # late: it says nothing of what was sent after it
+            await asyncio.sleep(0.01)
+            assert len(asked.of(Answer)) == 1
+            silent.say(KEPT)
+            silent.say(Synced(2))
+            await until(lambda: len(asked.of(Answer)) == 2)
+            assert asked.of(Answer)[1].response == KEPT.payload
+
+    asyncio.run(main())
+
+
+def test_what_a_front_sent_before_its_end_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "GATHER_S", 2 * GENEROUS_S)
+    monkeypatch.setattr(owner_module, "LATE_S", 0.1)
+
+    async def main() -> None:
+        async with owning() as owner:
+            maker, asked = listening(owner, "f0", "f1")
+            asked.say(Ask(1, GetResponse("unknown", 0)))
+            await until(lambda: maker.of(Sync))
+            asked.say(Synced(1))
+            await owner._gone(owner._fronts["f0"])
+            await until(lambda: asked.of(Answer))  # nobody waits for the dead
+            maker.say(KEPT)
+            maker.say(OpenCalls(5))
+            assert owner._responses.size() == (1, len(KEPT.payload))
+            assert owner._fronts["f0"].calls.num_open == 0
+            await until(lambda: len(owner._by_peer) == 1)
+            maker.say(KeepResponse("later", 0, [], b"x"))
+            assert owner._responses.size()[0] == 1
+
+    asyncio.run(main())
+
+
 # An owner and the connection of a front to it.
 
 
@@ -320,6 +438,39 @@ def test_what_comes_right_after_the_welcome_is_passed_on_in_order() -> None:
             owner._fronts["f0"].send(WorkerLeaving("w3", 1.0))
             await until(lambda: len(heard) == 3)
             assert heard == [Drain(), WorkerAdded("w3", "both"), WorkerLeaving("w3", 1.0)]
+
+    asyncio.run(main())
+
+
+def test_stored_responses_and_their_limits_are_those_of_all_fronts() -> None:
+    limits = ServerConfig(max_stored_responses=2)
+
+    async def main() -> None:
+        setup = msgspec.structs.replace(SETUP, server=limits)
+        owner = FrontOwner(cast(Any, Pool()), setup, cast(Any, None), 2)
+        async with asyncio.timeout(GENEROUS_S), linked(owner) as one, linked(owner) as other:
+            fronts = [
+                MemberPool(await link.join(owner._issue(name), "1", None), link, None)
+                for link, name in ((one, "f0"), (other, "f1"))
+            ]
+            for front in fronts:
+                front.membership.listening("http://x")
+            first, second = (front.response_keeper(limits) for front in fronts)
+            first.put("a", 0, ["i"], b"a")
+            first.put("b", 0, ["i", "j"], b"bb")
+            assert await second.get("b", 0) == b"bb", "it is there when another front asks for it"
+            assert await second.get("a", 0) == b"a", "and is used later than b now"
+            assert await second.get("a", 1) is None and not await second.delete("a", 1)
+            second.put("c", 0, ["k"], b"ccc")
+            assert await first.get("b", 0) is None, "the limit is that of all fronts"
+            assert await first.find_item("i", 0) == b"a" and await first.find_item("j", 0) is None
+            for front in fronts:
+                await front.refresh()
+            assert first.size() == second.size() == (2, 4)
+            assert await first.delete("c", 0) and not await second.delete("c", 0)
+            for front in fronts:
+                await front.close()
+            await owner.close()
 
     asyncio.run(main())
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI, UnprocessableEntityError
+from openai import NotFoundError, OpenAI, UnprocessableEntityError
+from openai.types.responses import Response
 
 from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
@@ -352,6 +353,58 @@ def test_a_front_joins_and_leaves(server: SimServer) -> None:
         finally:
             process.kill()
     wait_until(lambda: "j0" not in open_calls(server), "the owner has noticed its death")
+
+
+def open_client(url: str, key: str = KEYS[0]) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def far_front(server: SimServer) -> dict[str, Any]:
+    """The front that has joined, if there is one."""
+    return next((f for f in view(server)["fronts"] if f["name"][0] == "j"), {})
+
+
+def test_a_stored_response_is_found_at_every_front_and_outlives_its_own(server: SimServer) -> None:
+    before = server.metric("stored_responses")
+    with join(server, "0") as process:
+        try:
+            wait_until(lambda: far_front(server).get("state") == "ready", "it listens")
+            urls = [server.url, far_front(server)["url"]]
+            for url, other_url in (urls, urls[::-1]):
+                with open_client(url) as maker, open_client(other_url) as other:
+                    first = chain(maker, other)
+                unknown = pytest.raises(NotFoundError, match="no response")
+                with open_client(other_url, KEYS[1]) as foreign, unknown:
+                    foreign.responses.retrieve(first.id)
+        finally:
+            process.kill()
+    wait_until(lambda: not far_front(server), "the owner has noticed its death")
+    for _ in range(6):  # the kernel chooses a front for each connection
+        with open_client(server.url) as again:
+            assert again.responses.retrieve(first.id).to_dict() == first.to_dict()
+    assert server.metric("stored_responses") == before + 2 * 10
+
+
+def chain(maker: OpenAI, other: OpenAI) -> Response:
+    """Use one front's responses at another one; returns the last of the 10 that are stored."""
+    for _ in range(8):
+        first = maker.responses.create(model=MODEL, input="say: one")
+        assert other.responses.retrieve(first.id).to_dict() == first.to_dict(), "at once"
+    second = other.responses.create(model=MODEL, input="say: two", previous_response_id=first.id)
+    reference: Any = {"type": "item_reference", "id": second.output[0].id}
+    third = maker.responses.create(
+        model=MODEL, input=[reference, {"role": "user", "content": "say: three"}]
+    )
+    assert (second.output_text, third.output_text) == ("two", "three")
+    listed = maker.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in listed] == ["message"] * 3
+    assert listed[1].id == first.output[0].id
+    other.responses.delete(first.id)
+    with pytest.raises(NotFoundError, match="no response"):
+        maker.responses.retrieve(first.id)
+    last = maker.responses.create(model=MODEL, input="say: last")
+    assert other.responses.retrieve(last.id).output_text == "last"
+    return last
 
 
 def test_a_front_whose_port_is_taken_says_so_and_leaves(server: SimServer) -> None:

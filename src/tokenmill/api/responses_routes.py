@@ -46,8 +46,9 @@ MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items of one answer
 def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/responses and what lies below it."""
     guard = [Depends(authorizer(state.config))]
-    store = ResponseStore(state.config)
-    state.metrics.stored = store.size
+    keeper = state.client.response_keeper(state.config)
+    store = ResponseStore(keeper, state.config)
+    state.metrics.stored = keeper.size
 
     @app.post("/v1/responses", dependencies=guard)
     async def create(request: Request) -> Response:
@@ -71,23 +72,23 @@ def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
         if request.query_params.get("stream") in ("true", "1"):
             message = "stream: a stored response cannot be streamed again; leave the field out"
             raise ApiError(400, message, "stream", "unsupported_value")
-        return json_response(store.get(response_id, request.state.key).response)
+        return json_response((await store.get(response_id, request.state.key)).response)
 
     @app.delete("/v1/responses/{response_id}", dependencies=guard)
     async def delete(request: Request, response_id: str) -> Response:
-        store.delete(response_id, request.state.key)
+        await store.delete(response_id, request.state.key)
         return json_response(DeletedResponse(id=response_id))
 
     @app.post("/v1/responses/{response_id}/cancel", dependencies=guard)
     async def cancel(request: Request, response_id: str) -> Response:
-        store.get(response_id, request.state.key)
+        await store.get(response_id, request.state.key)
         message = f"response_id: {response_id!r} has ended: only a response in the background can "
         message += "be cancelled, and there are none; close the connection of a running one"
         raise ApiError(400, message, "response_id", "unsupported_value")
 
     @app.get("/v1/responses/{response_id}/input_items", dependencies=guard)
     async def input_items(request: Request, response_id: str) -> Response:
-        entry = store.get(response_id, request.state.key)
+        entry = await store.get(response_id, request.state.key)
         query = request.query_params
         descending = _order(query.get("order", "desc")) == "desc"
         limit = _limit(query.get("limit", str(DEFAULT_PAGE)))
@@ -132,7 +133,7 @@ async def _read_response(
     store: ResponseStore | None, key: int, body: bytes, preparer: Preparer, model: str
 ) -> ReadResponse:
     call, parsed_ns = _decode(body, preparer, model), time.monotonic_ns()
-    items = _context(call, store, key)
+    items = await _context(call, store, key)
     try:
         job = await _job(call, items, preparer)
     except ApiError as error:
@@ -148,7 +149,7 @@ async def _read_count(
 ) -> int:
     call = _decode(body, preparer, model)
     try:
-        return await preparer.count_chat(chat_of(call, _context(call, store, key)))
+        return await preparer.count_chat(chat_of(call, await _context(call, store, key)))
     except InvalidRequestError as error:
         raise renamed(of_invalid(error), RESPONSE_NAMES) from None
 
@@ -164,7 +165,7 @@ def _decode(body: bytes, preparer: Preparer, model: str) -> ResponsesRequest:
     return call
 
 
-def _context(call: ResponsesRequest, store: ResponseStore | None, key: int) -> list[Item]:
+async def _context(call: ResponsesRequest, store: ResponseStore | None, key: int) -> list[Item]:
     """All items that the model is to see: the earlier turns', then the call's own."""
     given: Sequence[InputItem] = (
         [MessageItem(role="user", content=call.input)]
@@ -177,10 +178,11 @@ def _context(call: ResponsesRequest, store: ResponseStore | None, key: int) -> l
         return own
     if store is None:
         raise NotElsewhereError
-    items = store.resolve(given, key)
+    items = await store.resolve(given, key)
     if previous_id is None:
         return items
-    return [*store.get(previous_id, key, "previous_response_id").conversation, *items]
+    previous = await store.get(previous_id, key, "previous_response_id")
+    return [*previous.conversation, *items]
 
 
 async def _truncated(

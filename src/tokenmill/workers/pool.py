@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy
+from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, ServerConfig
 from tokenmill.core.images import LoaderStats
 from tokenmill.core.types import EngineStats, FinishReason, Request, add_stats
 from tokenmill.routing.disaggregation import DisaggregationRule
@@ -25,6 +25,7 @@ from tokenmill.workers.exchange.encoding import Encodings
 from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.fronts.kept_answers import KeptAnswer, KeptAnswers
 from tokenmill.workers.fronts.report import FrontCounts, Ticket
+from tokenmill.workers.fronts.stored_responses import ResponseKeeper, StoredResponses
 from tokenmill.workers.lifecycle import Lifecycle, PoolError, SpawnOf, WorkerWatcher, roles_of
 from tokenmill.workers.link import Spawn, WorkerDownError
 from tokenmill.workers.messages import ModelFacts
@@ -235,6 +236,10 @@ class WorkerPool:
     def keep(self, name: bytes, answer: KeptAnswer) -> None:
         """Keep the answer to a call that may be repeated."""
         self._answers.put(name, answer)
+
+    def response_keeper(self, limits: ServerConfig) -> ResponseKeeper:
+        """Who keeps responses for later calls, at any front; one front has a store of its own."""
+        return StoredResponses(limits)
 
     def total_counts(self) -> FrontCounts | None:
         """The counters of all fronts; None where there is one."""

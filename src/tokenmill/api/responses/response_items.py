@@ -118,7 +118,7 @@ def as_stored(item: Item) -> Item:
     """An input item as it is listed: with an id, a status and a list of parts."""
     is_message = isinstance(item, MessageItem) and isinstance(item.content, str)
     if item.id is not None and item.status is not None and not is_message:
-        return item  # it was stored before, and is shared by all turns that have it
+        return item  # it was stored before
     stored = msgspec.structs.replace(
         item, id=item.id or new_id(type(item)), status=item.status or "completed"
     )

@@ -198,10 +198,8 @@ class ServerMetrics:
 
     def counts(self) -> FrontCounts:
         """All that was counted here, to be added to what other fronts have counted."""
-        num_stored, num_stored_bytes = self.stored()
-        stored = {"stored": num_stored, "stored_bytes": num_stored_bytes}
         return FrontCounts(
-            single={name: getattr(self, name) for name in _SINGLE} | stored,
+            single={name: getattr(self, name) for name in _SINGLE},
             labelled={
                 name: {_LABELS.join(_labels(key)): n for key, n in getattr(self, name).items()}
                 for name in self.LABELLED
@@ -232,8 +230,7 @@ class ServerMetrics:
         for name, values in counts.recent.items():
             for value in values:
                 getattr(total, name).add(value)
-        sizes = (int(counts.single.get("stored", 0)), int(counts.single.get("stored_bytes", 0)))
-        total.stored = lambda: sizes
+        total.stored = self.stored  # one store has the responses of all fronts
         return total
 
     def empty(self) -> ServerMetrics:

@@ -13,7 +13,8 @@
 6. Announced: a front has sent a request to a worker; the owner passes it on to the others.
    Where no worker reports its load (tokenmill route), CallBegan, CallAnswered and CallEnded tell
    it instead; FrontJoined asks for what is open, FrontGone ends what a front had.
-7. Drain: finish what is open and exit; the second one: exit now.
+7. Sync is answered by Synced: what the front sent before it has come by then.
+8. Drain: finish what is open and exit; the second one: exit now.
 """
 
 from __future__ import annotations
@@ -106,6 +107,21 @@ class Keep(msgspec.Struct, tag=True):
     answer: KeptAnswer
 
 
+class KeepResponse(msgspec.Struct, tag=True):
+    """Keep a response for later calls, at whichever front."""
+
+    response_id: str
+    key: int
+    item_ids: list[str]
+    payload: bytes
+
+
+class Synced(msgspec.Struct, tag=True):
+    """The answer to Sync."""
+
+    number: int
+
+
 class AskTrial(msgspec.Struct, tag=True):
     """A suspect wants to run (routing/suspects.py); one at a time does, over all fronts."""
 
@@ -196,7 +212,29 @@ class GetKept(msgspec.Struct, tag=True):
     name: bytes
 
 
-Question = GetKept | Scale | DrainWorker | RenewRouter | GetTotals | GetTicket
+class GetResponse(msgspec.Struct, tag=True):
+    """A response that was kept, if there is one."""
+
+    response_id: str
+    key: int
+
+
+class FindItem(msgspec.Struct, tag=True):
+    """A response that has this item, if there is one."""
+
+    item_id: str
+    key: int
+
+
+class DeleteResponse(msgspec.Struct, tag=True):
+    """Forget a response that was kept."""
+
+    response_id: str
+    key: int
+
+
+AboutResponse = GetResponse | FindItem | DeleteResponse
+Question = GetKept | AboutResponse | Scale | DrainWorker | RenewRouter | GetTotals | GetTicket
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -237,6 +275,12 @@ class GiveReport(msgspec.Struct, tag=True):
     """Answered by one Reported."""
 
 
+class Sync(msgspec.Struct, tag=True):
+    """Answered by one Synced, at once."""
+
+    number: int
+
+
 class Totals(msgspec.Struct, tag=True):
     """The sums over all fronts, those that are gone included, and what the owner knows."""
 
@@ -246,6 +290,7 @@ class Totals(msgspec.Struct, tag=True):
     pool: PoolView
     accounts: AccountsView  # all GPU time; what workers that died had computed counts as idle
     num_restarts: int
+    stored: tuple[int, int] = (0, 0)  # responses, their bytes
 
 
 class OthersOpen(msgspec.Struct, tag=True):
@@ -269,6 +314,8 @@ class Answer(msgspec.Struct, tag=True):
     totals: Totals | None = None
     ticket: Ticket | None = None
     kept: KeptAnswer | None = None
+    response: bytes | None = None
+    is_deleted: bool = False
 
 
 class Drain(msgspec.Struct, tag=True):
@@ -286,6 +333,8 @@ FromFront = (
     | Reported
     | OpenCalls
     | Keep
+    | KeepResponse
+    | Synced
     | AskTrial
     | EndTrial
     | Announced
@@ -299,6 +348,7 @@ ToFront = (
     | WorkerGone
     | WorkerLeaving
     | GiveReport
+    | Sync
     | Totals
     | OthersOpen
     | Trial

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.core.config import PoolConfig, RouterPolicy
+from tokenmill.core.config import PoolConfig, RouterPolicy, ServerConfig
 from tokenmill.core.types import EngineStats
 from tokenmill.routing.suspects import Trials
 from tokenmill.workers.accounts import AccountsView
@@ -23,11 +23,15 @@ from tokenmill.workers.fronts.control import (
     Announced,
     AskTrial,
     Connect,
+    DeleteResponse,
     DrainWorker,
     EndTrial,
+    FindItem,
     GetKept,
+    GetResponse,
     GetTicket,
     Keep,
+    KeepResponse,
     Left,
     NewRouter,
     RenewRouter,
@@ -43,6 +47,7 @@ from tokenmill.workers.fronts.kept_answers import KeptAnswer
 from tokenmill.workers.fronts.owner import FrontError
 from tokenmill.workers.fronts.owner_link import CALLS_S, Membership, OwnerLink, front_number
 from tokenmill.workers.fronts.report import IN_VIEW, AtWorker, FrontCounts, FrontReport, Ticket
+from tokenmill.workers.fronts.stored_responses import ResponseKeeper
 from tokenmill.workers.link import Spawn, WorkerProcess
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.pool import WorkerPool
@@ -95,6 +100,30 @@ class _SharedTrials(Trials):
         send_held()
         if self._state == "granted":
             self.end()
+
+
+class _OwnersResponses:
+    """The stored responses of all fronts, which the owner keeps."""
+
+    def __init__(self, owner: OwnerLink, membership: Membership) -> None:
+        self._owner = owner
+        self._membership = membership
+
+    def put(self, response_id: str, key: int, item_ids: list[str], payload: bytes) -> None:
+        self._owner.send(KeepResponse(response_id, key, item_ids, payload))
+
+    async def get(self, response_id: str, key: int) -> bytes | None:
+        return (await self._owner.ask(GetResponse(response_id, key))).response
+
+    async def find_item(self, item_id: str, key: int) -> bytes | None:
+        return (await self._owner.ask(FindItem(item_id, key))).response
+
+    async def delete(self, response_id: str, key: int) -> bool:
+        return (await self._owner.ask(DeleteResponse(response_id, key))).is_deleted
+
+    def size(self) -> tuple[int, int]:
+        totals = self._membership.totals
+        return (0, 0) if totals is None else totals.stored
 
 
 def _followed(config: PoolConfig) -> PoolConfig:
@@ -254,6 +283,9 @@ class MemberPool(WorkerPool):
 
     def keep(self, name: bytes, answer: KeptAnswer) -> None:
         self._owner.send(Keep(name, answer))
+
+    def response_keeper(self, limits: ServerConfig) -> ResponseKeeper:
+        return _OwnersResponses(self._owner, self.membership)
 
     async def ticket(self, version: str, model: str | None) -> Ticket:
         answer = await self._owner.ask(GetTicket(version, model))

@@ -1,6 +1,7 @@
 """The owner of a pool's fronts: it starts and restarts them, and connects them with the workers.
 
-The process that owns the workers takes no calls where there are several fronts. When a front dies,
+The process that owns the workers takes no calls where there are several fronts. It keeps what every
+front must find: stored responses, and answers to calls that may be repeated. When a front dies,
 its requests are ended at the workers that decode first and at those that hold KV for them after
 that, because a worker that still reads must not read blocks that are others' by then.
 """
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.control import (
+    AboutResponse,
     Announced,
     Answer,
     Ask,
@@ -28,20 +30,24 @@ from tokenmill.workers.fronts.control import (
     CallEnded,
     CallNews,
     Connect,
+    DeleteResponse,
     Drain,
     DrainWorker,
     EndTrial,
+    FindItem,
     FromFront,
     FrontFailed,
     FrontGone,
     FrontJoined,
     FrontSetup,
     GetKept,
+    GetResponse,
     GetTicket,
     GetTotals,
     GiveReport,
     Hello,
     Keep,
+    KeepResponse,
     Left,
     Listening,
     NewRouter,
@@ -53,6 +59,8 @@ from tokenmill.workers.fronts.control import (
     Reported,
     ResponseStored,
     Scale,
+    Sync,
+    Synced,
     ToFront,
     Totals,
     Trial,
@@ -67,6 +75,7 @@ from tokenmill.workers.fronts.control_socket import OwnerSocket
 from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFar, SpawnFront
 from tokenmill.workers.fronts.kept_answers import KeptAnswers
 from tokenmill.workers.fronts.report import FrontReport, Ticket
+from tokenmill.workers.fronts.stored_responses import StoredResponses
 from tokenmill.workers.lifecycle import PoolError, WorkerWatcher
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.messages import AddFront, DropFront, FromWorker, FrontDropped, FrontLost
@@ -80,6 +89,7 @@ EVERY_S = 1.0  # between two totals
 SILENT_S = 1.2  # a front that lost a link and says nothing for so long is gone
 HOST_SILENT_S = 15.0  # so is any front
 GATHER_S = 1.0  # that fronts have for their reports
+LATE_S = 10.0  # after the end of a front what it sent before may still be read
 BACKOFF_S, MAX_BACKOFF_S, STABLE_S = 0.1, 10.0, 10.0
 TICKET_S = 60.0  # that a front of another host has to come with its ticket
 
@@ -201,6 +211,10 @@ class FrontOwner:
         self._num_joined = self._num_started = 0
         self._stopping = False
         self._answers = KeptAnswers()
+        self._responses = StoredResponses(setup.server)
+        self._syncing = asyncio.Lock()
+        self._num_syncs = 0
+        self._unsynced: dict[_Front, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = OwnerSocket(self._receive)
         self._open_socket: OwnerSocket | None = None  # for fronts of other hosts
@@ -324,7 +338,10 @@ class FrontOwner:
         front = self._by_peer.get(identity)
         if isinstance(message, Hello):
             self._welcome(socket, identity, message)
-        elif front is not None:
+        elif front is not None and isinstance(message, KeepResponse):  # it may have ended since
+            keep = message
+            self._responses.put(keep.response_id, keep.key, keep.item_ids, keep.payload)
+        elif front is not None and front.peer is not None and front.peer[1] == identity:
             front.heard_s = time.monotonic()
             self._apply(front, message)
 
@@ -402,6 +419,8 @@ class FrontOwner:
         match message:
             case Keep(name=name, answer=answer):
                 self._answers.put(name, answer)
+            case Synced(number=number) if number == self._num_syncs:
+                self._synced(front)
             case AskTrial():
                 self._trials.append(front)
                 self._next_trial()
@@ -431,6 +450,8 @@ class FrontOwner:
                     answer.totals = self._totals(decisions=True)
                 case GetKept(name=name):
                     answer.kept = self._answers.get(name)
+                case GetResponse() | FindItem() | DeleteResponse():
+                    await self._look_up(question, answer)
                 case GetTicket(version=version, model=model):
                     answer.error = self.mismatch(version, model)
                     answer.ticket = None if answer.error else self._open()
@@ -449,6 +470,52 @@ class FrontOwner:
             _log.exception("a question of front %s failed", front.name)
             answer.error, answer.error_kind = f"{type(error).__name__}: {error}", "internal"
         front.send(answer)
+
+    # Stored responses.
+
+    async def _look_up(self, question: AboutResponse, answer: Answer) -> None:
+        """Answer with what is stored, or with what is once all that was sent has come."""
+        if not await self._find(question, answer):
+            await self._catch_up()
+            await self._find(question, answer)
+
+    async def _find(self, question: AboutResponse, answer: Answer) -> bool:
+        match question:
+            case GetResponse(response_id=response_id, key=key):
+                answer.response = await self._responses.get(response_id, key)
+            case FindItem(item_id=item_id, key=key):
+                answer.response = await self._responses.find_item(item_id, key)
+            case DeleteResponse(response_id=response_id, key=key):
+                answer.is_deleted = await self._responses.delete(response_id, key)
+        return answer.response is not None or answer.is_deleted
+
+    async def _catch_up(self) -> None:
+        """Wait until all that fronts sent before this call has come; silent ones get GATHER_S.
+
+        A client can ask one front for what another one has just sent here. One round of Sync runs
+        at a time. One that began before this call does not count: a front may have sent more since
+        it answered. All who wait meanwhile share the next one.
+        """
+        number = self._num_syncs + 1
+        async with self._syncing:
+            if self._num_syncs >= number:
+                return
+            self._num_syncs = number
+            # A front that has links may have answered calls before it says that it listens.
+            there = [f for f in self._fronts.values() if f.peer and (f.has_started or f.wanted)]
+            self._unsynced = {f: asyncio.get_running_loop().create_future() for f in there}
+            waiting = list(self._unsynced.values())
+            for front in there:
+                front.send(Sync(number))
+            if waiting:
+                await asyncio.wait(waiting, timeout=GATHER_S)
+
+    def _synced(self, front: _Front) -> None:
+        """Nothing that a front sent before the last Sync is on its way any more."""
+        if (synced := self._unsynced.pop(front, None)) is not None:
+            synced.set_result(None)
+
+    # Fronts of other hosts.
 
     def _open(self) -> Ticket:
         """A ticket, and a socket for fronts of other hosts."""
@@ -551,12 +618,14 @@ class FrontOwner:
         """A front is gone: end its requests, and keep what it has counted."""
         if front.peer is None:
             return
-        self._by_peer.pop(front.peer[1], None)
+        identity = front.peer[1]
+        asyncio.get_running_loop().call_later(LATE_S, self._by_peer.pop, identity, None)
         front.peer, link = None, front.link
         if front.process is not None:  # it says nothing; once it has ended, a new one starts
             front.process.kill()
         self._tell_others(front, FrontGone(link))
         front.end_gather()
+        self._synced(front)
         self._past.add(front.report.past())
         front.report, front.calls, self._changed = FrontReport(), OpenCalls(), True
         linked = set(front.wanted)
@@ -650,6 +719,7 @@ class FrontOwner:
             pool=pool.view(False),
             accounts=pool.accounts(),
             num_restarts=pool.num_restarts,
+            stored=self._responses.size(),
         )
 
 

@@ -27,6 +27,8 @@ from tokenmill.workers.fronts.control import (
     Question,
     Refused,
     Reported,
+    Sync,
+    Synced,
     ToFront,
     Totals,
     Welcome,
@@ -111,6 +113,8 @@ class OwnerLink:
             case Answer(number=number):
                 if (answered := self._answers.pop(number, None)) and not answered.done():
                     answered.set_result(message)
+            case Sync(number=number):
+                self.send(Synced(number))
             case _:
                 self._messages.append(message)
                 self._pass_on()
