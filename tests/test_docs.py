@@ -140,7 +140,7 @@ def curl(words: list[str], server: SimServer) -> None:
     if body:
         body = json.dumps(json.loads(body) | {"model": MODEL}).encode()
     call = urllib.request.Request(url, body, {"content-type": "application/json"})
-    with urllib.request.urlopen(call, timeout=60) as answer:
+    with urllib.request.urlopen(call, timeout=300) as answer:
         assert answer.status == 200 and answer.read()
 
 

@@ -194,7 +194,7 @@ def test_libraries_stay_at_home(path: Path) -> None:
 
 def run_python(code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

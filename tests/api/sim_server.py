@@ -18,7 +18,7 @@ from api.sim import MAX_MODEL_LEN, MODEL, NUM_BLOCKS, server_argv, worker_argv
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 
-GENEROUS_S = 60.0
+GENEROUS_S = 180.0
 Json = dict[str, Any]
 
 

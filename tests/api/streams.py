@@ -9,7 +9,7 @@ from light_processes import LightProcess
 from tokenmill.core.types import RequestOutput
 from tokenmill.workers.output_stream import OutputStream
 
-GENEROUS_S = 60.0
+GENEROUS_S = 180.0
 
 
 async def read(stream: OutputStream) -> list[RequestOutput]:

@@ -25,7 +25,7 @@ LIMITS = SchedulerConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tok
 def server() -> Iterator[SimServer]:
     """A prefill and two decode workers, with room for few requests."""
     pool = PoolConfig(prefill=1, decode=2, heartbeat_s=0.2, remote_prefill_tokens=16)
-    with sim_server(CONFIG, LIMITS, step_ms=2.0, pool=pool, num_blocks=48) as running:
+    with sim_server(CONFIG, LIMITS, step_ms=8.0, pool=pool, num_blocks=48) as running:
         yield running
 
 

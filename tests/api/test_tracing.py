@@ -28,7 +28,7 @@ from workers.pools import KVSpawner, kill, prompt
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 STAGES = ["parse", "tokenize", "route", "route", "queue", "prefill", "kv_transfer", "decode"]
-GENEROUS_S = 40.0
+GENEROUS_S = 180.0
 
 
 class Traced:

@@ -155,6 +155,6 @@ def test_a_file_in_the_terminal(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(0))
     command = [sys.executable, "-m", "tokenmill", "chat", str(folder), "--dtype", "fp32"]
     command += ["--image", str(tmp_path / "a.png"), "--temperature", "0", "--max-tokens", "8"]
-    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

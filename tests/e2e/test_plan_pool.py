@@ -34,7 +34,7 @@ FEW = ("--warmup-requests", "2", "--no-audit")
 def bench(*words: str) -> dict[str, Any]:
     """The JSON line of a command in a process of its own."""
     command = [sys.executable, "-m", "tokenmill", "bench", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
@@ -58,7 +58,7 @@ def served(*words: str) -> Iterator[str]:
             yield next(m[1] for line in process.stderr if (m := re.search(r"at (\S+/v1)", line)))
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=180)
 
 
 def hardware(folder: Path) -> Path:

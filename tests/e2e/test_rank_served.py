@@ -37,7 +37,7 @@ from tokenmill.ranking.stores.table_folder import TableFolder
 SPEC = replace(TINY, scaling_seqlen=64)
 MSGPACK = "application/msgpack"
 KEY = "secret"
-GENEROUS_S = 120.0
+GENEROUS_S = 180.0
 LABELS = [[1, 0, 0, 1, 1, 0], [0, 1, 1, 0]]
 # A quick run of Server takes five seconds of load; a few queries are enough here.
 SHORT = """

@@ -40,11 +40,11 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
             found = map(pattern.search, process.stderr)
             url = next(match[1] for match in found if match)
             answers = [complete(url, prompt) for prompt in PROMPTS]
-            with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=300) as response:
                 metrics = response.read().decode()
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
     assert process.returncode == 0
     moved = re.search(r"tokenmill_expert_bytes_moved_total\{.*\} (\S+)", metrics)
     assert moved is not None and float(moved[1]) > 0
@@ -69,5 +69,5 @@ def complete(url: str, prompt: str) -> str:
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         return str(json.load(response)["choices"][0]["text"])

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 DTYPES = {
     gl.bfloat16: torch.bfloat16,
     gl.float32: torch.float32,

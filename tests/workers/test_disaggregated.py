@@ -31,7 +31,7 @@ from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.pool import WorkerPool
 from workers.pools import KVSpawner, kill, prompt, told
 
-GENEROUS_S = 120.0
+GENEROUS_S = 180.0
 MIN_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)

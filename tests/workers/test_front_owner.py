@@ -70,7 +70,7 @@ from tokenmill.workers.worker_process import _Loop
 from workers.counting_engine import FACTS
 
 SETUP = FrontSetup("1", "m", "", "", "", ServerConfig(), PoolConfig(heartbeat_s=60.0))
-GENEROUS_S = 30.0
+GENEROUS_S = 180.0
 
 
 async def until(condition: Callable[[], object]) -> None:

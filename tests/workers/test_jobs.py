@@ -25,7 +25,7 @@ from tokenmill.workers.messages import Job, Shutdown, SubmitJobs, ToWorker, enco
 from workers.echo_jobs import EchoJobs
 
 WORKER = [sys.executable, str(Path(__file__).with_name("echo_jobs.py"))]
-GENEROUS_S = 60.0
+GENEROUS_S = 180.0
 LONG = 1_000_000  # steps: it ends by what the test does
 
 

@@ -34,7 +34,7 @@ from tokenmill.workers.messages import (
 )
 from workers.pools import KV_WORKER
 
-GENEROUS_S = 60.0
+GENEROUS_S = 180.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 

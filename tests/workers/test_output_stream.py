@@ -12,7 +12,7 @@ from tokenmill.workers.output_stream import OutputStream, Turn
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(180):
             await work()
 
     asyncio.run(bounded())

@@ -29,7 +29,7 @@ from tokenmill.workers.pool import WorkerPool
 from workers.counting_engine import CRASH, EXIT, FACTS, REFUSE
 
 WORKER = [sys.executable, str(Path(__file__).with_name("counting_engine.py"))]
-GENEROUS_S = 60.0
+GENEROUS_S = 180.0
 PYTHONPATH = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
 
 

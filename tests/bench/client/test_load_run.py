@@ -25,7 +25,7 @@ from tokenmill.bench.client.records import Target
 from tokenmill.bench.results.manifest import verify
 from tokenmill.bench.workload import BenchError
 
-GENEROUS_S = 60.0
+GENEROUS_S = 180.0
 pytestmark = pytest.mark.usefixtures("clean_folder")
 
 

@@ -18,7 +18,7 @@ def drive(folder: Path, scenario: str, **options: Any) -> subprocess.CompletedPr
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, str(DRIVER), str(folder), text]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environ, timeout=120, check=False
+        command, capture_output=True, text=True, env=environ, timeout=600, check=False
     )
 
 
