@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import selectors
 import socket
 import time
@@ -158,7 +159,7 @@ class Share:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 probe = Probe(clock) if clock and not index % PROBE_EVERY else None
                 stream = Stream(connection, RequestTimes(time.monotonic_ns()), probe)
-                connection.sendall(_request(self.address, self.model, index, self.num_tokens))
+                connection.sendall(_request(self.address, self.model, self.num_tokens))
                 connection.setblocking(False)
                 selector.register(connection, selectors.EVENT_READ, stream)
                 streams.append(stream)
@@ -243,10 +244,12 @@ def _receive(selector: selectors.BaseSelector, ready: list[tuple[SelectorKey, in
     return num_done
 
 
-def _request(address: Address, model: str, index: int, num_tokens: int) -> bytes:
+def _request(address: Address, model: str, num_tokens: int) -> bytes:
+    """A call whose prompt no worker has cached a block of, so that a router spreads the streams."""
+    begin = {"role": "system", "content": f"{secrets.token_hex(4)} is the name of this stream."}
     call = {
         "model": model,
-        "messages": [{"role": "user", "content": f"Stream {index}: tell me something."}],
+        "messages": [begin, {"role": "user", "content": "Tell me something."}],
         "max_tokens": num_tokens,
         "ignore_eos": True,
         "stream": True,
