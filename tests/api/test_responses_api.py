@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import openai
 import pytest
@@ -21,49 +17,23 @@ from api.sim import DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import Answer, SimServer, sim_server, wait_until
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import TextDelta, join_deltas
-from tokenmill.api.protocol.answers import ChatLogprob, UsageReceipt, json_encode, usage_of
+from tokenmill.api.protocol.answers import usage_of
 from tokenmill.api.responses.response_chat import messages_of, without_first
 from tokenmill.api.responses.response_format import ResponseFormat
 from tokenmill.api.responses.response_items import (
     FunctionCallItem,
     FunctionCallOutputItem,
-    InputImage,
-    InputText,
     Item,
-    ItemReference,
     MessageItem,
-    OutputItem,
     OutputText,
     ReasoningItem,
     ReasoningText,
-    RefusalText,
-    SummaryText,
-    as_stored,
     carried,
 )
-from tokenmill.api.responses.response_object import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseFault,
-    ResponseObject,
-    ResponseUsage,
-)
-from tokenmill.api.responses.response_request import (
-    AllowedFunction,
-    AllowedFunctions,
-    FunctionTool,
-    JsonObject,
-    NamedJsonSchema,
-    NamedTool,
-    PlainText,
-    ReasoningConfig,
-    TextConfig,
-)
-from tokenmill.api.responses.response_store import ResponseStore, page_of
+from tokenmill.api.responses.response_object import ResponseObject
+from tokenmill.api.responses.response_request import ReasoningConfig, TextConfig
 from tokenmill.core.config import SchedulerConfig, ServerConfig
 from tokenmill.core.types import TokenLogprobs
-from tokenmill.workers.fronts.stored_responses import StoredResponses
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 KEYS = ("secret", "other")
@@ -297,7 +267,10 @@ def test_logprobs_are_those_of_the_text(server: SimServer) -> None:
         TextDelta(0, text, [token], [TokenLogprobs([token, 5], [-1.0, -2.0], 1)], None, end, None)
         for token, text, end in zip(token_ids, ("Hello", " there"), (None, "stop"), strict=True)
     ]
-    form = ResponseFormat(new_entry("a")[0], tokenizer, lambda ended: None, carries=False)
+    begun = ResponseObject(
+        id="a", created_at=0, model=MODEL, reasoning=ReasoningConfig(), text=TextConfig(), output=[]
+    )
+    form = ResponseFormat(replaced(begun, output=[]), tokenizer, lambda ended: None, carries=False)
     form.frame.start(usage_of(1, 0, 0))
     events = [form.event(deltas[0]), form.event(deltas[1]) + form.end(usage_of(1, 2, 0))]
     streamed = [json.loads(part.split("data: ")[1]) for e in events for part in split(e)]
@@ -306,7 +279,7 @@ def test_logprobs_are_those_of_the_text(server: SimServer) -> None:
         ("Hello", "Hello"),
         (" there", " there"),
     ]
-    whole = ResponseFormat(new_entry("a")[0], tokenizer, lambda ended: None, carries=False)
+    whole = ResponseFormat(replaced(begun, output=[]), tokenizer, lambda ended: None, carries=False)
     answer = json.loads(whole.answer([join_deltas(deltas)], usage_of(1, 2, 0)))
     logprobs = answer["output"][-1]["content"][0]["logprobs"]
     assert [p["token"] for p in logprobs] == ["Hello", " there"]
@@ -384,166 +357,6 @@ def test_the_store(client: OpenAI, server: SimServer) -> None:
         with pytest.raises(openai.NotFoundError, match="send the conversation as input") as error:
             client.responses.create(model=MODEL, input="x", previous_response_id=response_id)
         assert error.value.param == "previous_response_id"
-
-
-def new_entry(name: str, text: str = "x") -> tuple[ResponseObject, list[Item]]:
-    content = [OutputText(text=text)]
-    item = MessageItem(id=f"msg_{name}", role="assistant", content=list(content))
-    response = ResponseObject(
-        id=name,
-        created_at=0,
-        model=MODEL,
-        output=[item],
-        reasoning=ReasoningConfig(),
-        text=TextConfig(),
-    )
-    return response, [MessageItem(role="user", content=text)]
-
-
-def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncio.run(_fill_stores(monkeypatch))
-
-
-def new_store(config: ServerConfig) -> tuple[ResponseStore, StoredResponses]:
-    keeper = StoredResponses(config)
-    return ResponseStore(keeper, config), keeper
-
-
-async def _fill_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ServerConfig(max_stored_responses=2, stored_response_age_s=10.0)
-    store, keeper = new_store(config)
-    for name in ("a", "b"):
-        store.put(*new_entry(name), key=0)
-    await store.get("a", 0)
-    store.put(*new_entry("c"), key=0)
-    with pytest.raises(ApiError, match="no response 'b'"):
-        await store.get("b", 0)
-    assert [(await store.get(name, 0)).response.id for name in ("a", "c")] == ["a", "c"]
-    (item,) = await store.resolve([ItemReference(id="msg_a")], 0)
-    assert item.id == "msg_a"
-    for items in ([ItemReference(id="msg_b")], [ItemReference(id="msg_a")]):
-        with pytest.raises(ApiError, match="no item"):
-            await store.resolve(items, 1)
-    later, _ = new_entry("d")
-    store.put(later, (await store.get("a", 0)).conversation, key=0)
-    with pytest.raises(ApiError, match="no response 'a'"):
-        await store.delete("a", 1)
-    await store.delete("a", 0)
-    (again,) = await store.resolve([ItemReference(id="msg_a")], 0)
-    assert again == replaced(item, status="completed"), "a later turn has it, too"
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
-    with pytest.raises(ApiError, match=r"for 10 s\); send the conversation"):
-        await store.get("a", 0)
-    assert keeper.size() == (0, 0) and not keeper._items
-
-    small, kept = new_store(replace(config, max_stored_response_bytes=3000))
-    small.put(*new_entry("a"), key=0)
-    small.put(*new_entry("b", "x" * 900), key=0)
-    assert kept.size()[0] == 1, "the first one went"
-    small.put(*new_entry("c", "x" * 9000), key=0)
-    assert (await small.get("b", 0)).response.id == "b" and kept.size()[0] == 1, "too large to keep"
-    none, kept = new_store(ServerConfig(max_stored_responses=0))
-    none.put(*new_entry("a"), key=0)
-    kept.put("b", 0, ["i"], b"x")
-    assert kept.size() == (0, 0)
-
-
-def test_what_is_stored_comes_back_as_it_was() -> None:
-    logprob = ChatLogprob(token="a", logprob=-0.1, bytes=[97], top_logprobs=[])
-    receipt = UsageReceipt(
-        gpu_seconds=0.3,
-        prefill_gpu_seconds=0.1,
-        decode_gpu_seconds=0.1,
-        drafts_gpu_seconds=0.1,
-        saved_gpu_seconds=1e-9,
-    )
-    output: list[OutputItem] = [
-        ReasoningItem(id="rs_1", content=[ReasoningText(text="hm")], encrypted_content=carried("")),
-        FunctionCallItem(
-            id="fc_1", call_id="c", name="f", arguments='{"a": 1}', status="completed"
-        ),
-        MessageItem(
-            id="msg_1", role="assistant", content=[OutputText(text="a", logprobs=[logprob])]
-        ),
-    ]
-    context: list[Item] = [
-        *output,
-        MessageItem(role="developer", content="plain \u2028 text"),
-        MessageItem(
-            id="mine",
-            role="user",
-            status="incomplete",
-            content=[
-                InputText(text=""),
-                InputImage(image_url="data:,", detail="low", min_pixels=9),
-            ],
-        ),
-        MessageItem(role="assistant", content=[RefusalText(refusal="no"), OutputText(text="\x00")]),
-        FunctionCallOutputItem(call_id="c", output="text"),
-        FunctionCallOutputItem(call_id="c", output=[InputText(text="x"), InputImage()]),
-        ReasoningItem(summary=[SummaryText(text="s")], content=[]),
-    ]
-    kinds = {type(item) for item in context}
-    assert kinds == set(get_args(Item)), "each kind of item is here"
-    usage = ResponseUsage(
-        input_tokens=1,
-        input_tokens_details=InputTokensDetails(),
-        output_tokens=2,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=1),
-        total_tokens=3,
-        receipt=receipt,
-    )
-    schema = {"type": "integer", "maximum": 10**30, "default": [None, True, 0.1, {"$ref": "#"}]}
-    tools = [FunctionTool(name="f", parameters=schema), FunctionTool(name="g", strict=True)]
-    choices = (
-        "auto",
-        NamedTool(name="f"),
-        AllowedFunctions(mode="auto", tools=[AllowedFunction(name="f")]),
-    )
-    formats = (None, PlainText(), JsonObject(), NamedJsonSchema(schema=schema, name="s"))
-
-    async def main() -> None:
-        store, _ = new_store(ServerConfig())
-        for number, (choice, form) in enumerate(itertools.product(choices, formats)):
-            response = ResponseObject(
-                id=str(number),
-                created_at=1,
-                model=MODEL,
-                status="failed",
-                output=output,
-                usage=usage if number else None,
-                error=ResponseFault(code="server_error", message="m") if number else None,
-                incomplete_details=IncompleteDetails(reason="max_output_tokens"),
-                metadata={"a": "b"},
-                reasoning=ReasoningConfig(effort="low"),
-                text=TextConfig(format=form, verbosity="low"),
-                tool_choice=choice,
-                tools=tools,
-            )
-            store.put(response, context, key=0)
-            found = await store.get(str(number), 0)
-            assert found.response == response
-            assert json_encode(found.response) == json_encode(response)
-        ids = [item.id for item in found.context]
-        assert len(set(ids)) == len(ids) and None not in ids
-        for item, given in zip(found.context, context, strict=True):
-            assert item == as_stored(replaced(given, id=item.id))
-            assert await store.resolve([ItemReference(id=str(item.id))], 0)
-        again = await store.resolve([ItemReference(id=str(i)) for i in ids], 0)
-        assert len(again) == len(ids)
-
-    asyncio.run(main())
-
-
-def test_pages_of_items() -> None:
-    items: list[Item] = [MessageItem(id=str(n), role="user", content="x") for n in range(5)]
-    page = page_of(items, 2, True, None)
-    assert ([i.id for i in page.data], page.has_more, page.last_id) == (["4", "3"], True, "3")
-    page = page_of(items, 9, True, "3")
-    assert ([i.id for i in page.data], page.has_more) == (["2", "1", "0"], False)
-    with pytest.raises(ApiError, match="after: no input item"):
-        page_of(items, 2, True, "nine")
 
 
 def test_items_become_messages() -> None:

@@ -18,7 +18,7 @@ import zmq
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.types import Request
 from tokenmill.routing.load_report import FrontLoad, LoadReport
-from tokenmill.workers.fronts import control_socket
+from tokenmill.workers.fronts import control_socket, sync_rounds
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import (
     Answer,
@@ -345,7 +345,7 @@ def test_a_sync_that_began_before_the_question_does_not_count() -> None:
 
 
 def test_a_silent_front_delays_a_miss_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "GATHER_S", 0.01)
+    monkeypatch.setattr(sync_rounds, "ROUND_S", 0.01)
 
     async def main() -> None:
         async with owning() as owner:
@@ -353,7 +353,7 @@ def test_a_silent_front_delays_a_miss_by_a_bounded_time(monkeypatch: pytest.Monk
             asked.say(Ask(1, GetResponse("r", 0)))
             await until(lambda: asked.of(Answer))
             assert asked.of(Answer) == [Answer(1)]
-            monkeypatch.setattr(owner_module, "GATHER_S", 2 * GENEROUS_S)
+            monkeypatch.setattr(sync_rounds, "ROUND_S", 2 * GENEROUS_S)
             asked.say(Ask(2, GetResponse("r", 0)))
             await until(lambda: len(silent.of(Sync)) == 2)
             asked.say(Synced(2))
@@ -369,7 +369,7 @@ def test_a_silent_front_delays_a_miss_by_a_bounded_time(monkeypatch: pytest.Monk
 
 
 def test_what_a_front_sent_before_its_end_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "GATHER_S", 2 * GENEROUS_S)
+    monkeypatch.setattr(sync_rounds, "ROUND_S", 2 * GENEROUS_S)
     monkeypatch.setattr(owner_module, "LATE_S", 0.1)
 
     async def main() -> None:

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.control import (
-    AboutResponse,
     Announced,
     Answer,
     Ask,
@@ -59,7 +58,6 @@ from tokenmill.workers.fronts.control import (
     Reported,
     ResponseStored,
     Scale,
-    Sync,
     Synced,
     ToFront,
     Totals,
@@ -75,7 +73,8 @@ from tokenmill.workers.fronts.control_socket import OwnerSocket
 from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFar, SpawnFront
 from tokenmill.workers.fronts.kept_answers import KeptAnswers
 from tokenmill.workers.fronts.report import FrontReport, Ticket
-from tokenmill.workers.fronts.stored_responses import StoredResponses
+from tokenmill.workers.fronts.shared_responses import SharedResponses
+from tokenmill.workers.fronts.sync_rounds import SyncRounds
 from tokenmill.workers.lifecycle import PoolError, WorkerWatcher
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.messages import AddFront, DropFront, FromWorker, FrontDropped, FrontLost
@@ -211,10 +210,8 @@ class FrontOwner:
         self._num_joined = self._num_started = 0
         self._stopping = False
         self._answers = KeptAnswers()
-        self._responses = StoredResponses(setup.server)
-        self._syncing = asyncio.Lock()
-        self._num_syncs = 0
-        self._unsynced: dict[_Front, asyncio.Future[None]] = {}
+        self._syncs = SyncRounds(self._who_may_have_sent)
+        self._responses = SharedResponses(setup.server, self._syncs.run)
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = OwnerSocket(self._receive)
         self._open_socket: OwnerSocket | None = None  # for fronts of other hosts
@@ -419,8 +416,8 @@ class FrontOwner:
         match message:
             case Keep(name=name, answer=answer):
                 self._answers.put(name, answer)
-            case Synced(number=number) if number == self._num_syncs:
-                self._synced(front)
+            case Synced(number=number):
+                self._syncs.answered(front, number)
             case AskTrial():
                 self._trials.append(front)
                 self._next_trial()
@@ -451,7 +448,7 @@ class FrontOwner:
                 case GetKept(name=name):
                     answer.kept = self._answers.get(name)
                 case GetResponse() | FindItem() | DeleteResponse():
-                    await self._look_up(question, answer)
+                    await self._responses.answer(question, answer)
                 case GetTicket(version=version, model=model):
                     answer.error = self.mismatch(version, model)
                     answer.ticket = None if answer.error else self._open()
@@ -471,49 +468,9 @@ class FrontOwner:
             answer.error, answer.error_kind = f"{type(error).__name__}: {error}", "internal"
         front.send(answer)
 
-    # Stored responses.
-
-    async def _look_up(self, question: AboutResponse, answer: Answer) -> None:
-        """Answer with what is stored, or with what is once all that was sent has come."""
-        if not await self._find(question, answer):
-            await self._catch_up()
-            await self._find(question, answer)
-
-    async def _find(self, question: AboutResponse, answer: Answer) -> bool:
-        match question:
-            case GetResponse(response_id=response_id, key=key):
-                answer.response = await self._responses.get(response_id, key)
-            case FindItem(item_id=item_id, key=key):
-                answer.response = await self._responses.find_item(item_id, key)
-            case DeleteResponse(response_id=response_id, key=key):
-                answer.is_deleted = await self._responses.delete(response_id, key)
-        return answer.response is not None or answer.is_deleted
-
-    async def _catch_up(self) -> None:
-        """Wait until all that fronts sent before this call has come; silent ones get GATHER_S.
-
-        A client can ask one front for what another one has just sent here. One round of Sync runs
-        at a time. One that began before this call does not count: a front may have sent more since
-        it answered. All who wait meanwhile share the next one.
-        """
-        number = self._num_syncs + 1
-        async with self._syncing:
-            if self._num_syncs >= number:
-                return
-            self._num_syncs = number
-            # A front that has links may have answered calls before it says that it listens.
-            there = [f for f in self._fronts.values() if f.peer and (f.has_started or f.wanted)]
-            self._unsynced = {f: asyncio.get_running_loop().create_future() for f in there}
-            waiting = list(self._unsynced.values())
-            for front in there:
-                front.send(Sync(number))
-            if waiting:
-                await asyncio.wait(waiting, timeout=GATHER_S)
-
-    def _synced(self, front: _Front) -> None:
-        """Nothing that a front sent before the last Sync is on its way any more."""
-        if (synced := self._unsynced.pop(front, None)) is not None:
-            synced.set_result(None)
+    def _who_may_have_sent(self) -> list[_Front]:
+        """Fronts with links, too: they may answer calls before they say that they listen."""
+        return [f for f in self._fronts.values() if f.peer and (f.has_started or f.wanted)]
 
     # Fronts of other hosts.
 
@@ -625,7 +582,7 @@ class FrontOwner:
             front.process.kill()
         self._tell_others(front, FrontGone(link))
         front.end_gather()
-        self._synced(front)
+        self._syncs.left(front)
         self._past.add(front.report.past())
         front.report, front.calls, self._changed = FrontReport(), OpenCalls(), True
         linked = set(front.wanted)

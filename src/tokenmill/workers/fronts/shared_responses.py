@@ -1,0 +1,39 @@
+"""The stored responses of all fronts, and the answers to questions about them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from tokenmill.core.config import ServerConfig
+from tokenmill.workers.fronts.control import (
+    AboutResponse,
+    Answer,
+    DeleteResponse,
+    FindItem,
+    GetResponse,
+)
+from tokenmill.workers.fronts.stored_responses import StoredResponses
+
+
+class SharedResponses(StoredResponses):
+    """What fronts have sent; `catch_up` waits until all that they sent has come."""
+
+    def __init__(self, limits: ServerConfig, catch_up: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(limits)
+        self._catch_up = catch_up
+
+    async def answer(self, question: AboutResponse, answer: Answer) -> None:
+        """Answer with what is stored, or with what is once all that was sent has come."""
+        if not await self._find(question, answer):
+            await self._catch_up()
+            await self._find(question, answer)
+
+    async def _find(self, question: AboutResponse, answer: Answer) -> bool:
+        match question:
+            case GetResponse(response_id=response_id, key=key):
+                answer.response = await self.get(response_id, key)
+            case FindItem(item_id=item_id, key=key):
+                answer.response = await self.find_item(item_id, key)
+            case DeleteResponse(response_id=response_id, key=key):
+                answer.is_deleted = await self.delete(response_id, key)
+        return answer.response is not None or answer.is_deleted
