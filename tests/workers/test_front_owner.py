@@ -33,6 +33,7 @@ from tokenmill.workers.fronts.control import (
     GetTicket,
     GetTotals,
     Hello,
+    Keep,
     KeepResponse,
     Left,
     Listening,
@@ -50,6 +51,7 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
+from tokenmill.workers.fronts.kept_answers import KeptAnswer
 from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
 from tokenmill.workers.fronts.owner_link import OwnerLink
@@ -381,8 +383,11 @@ def test_what_a_front_sent_before_its_end_is_stored(monkeypatch: pytest.MonkeyPa
             await owner._gone(owner._fronts["f0"])
             await until(lambda: asked.of(Answer))  # nobody waits for the dead
             maker.say(KEPT)
+            answer = KeptAnswer(b"digest", [], b"body")
+            maker.say(Keep(b"name", answer))
             maker.say(OpenCalls(5))
             assert owner._responses.size() == (1, len(KEPT.payload))
+            assert owner._answers.get(b"name") == answer
             assert owner._fronts["f0"].calls.num_open == 0
             await until(lambda: len(owner._by_peer) == 1)
             maker.say(KeepResponse("later", 0, [], b"x"))

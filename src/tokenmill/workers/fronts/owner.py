@@ -335,9 +335,8 @@ class FrontOwner:
         front = self._by_peer.get(identity)
         if isinstance(message, Hello):
             self._welcome(socket, identity, message)
-        elif front is not None and isinstance(message, KeepResponse):  # it may have ended since
-            keep = message
-            self._responses.put(keep.response_id, keep.key, keep.item_ids, keep.payload)
+        elif front is not None and isinstance(message, Keep | KeepResponse):
+            self._keep_for_all(message)  # also of a front that has ended since
         elif front is not None and front.peer is not None and front.peer[1] == identity:
             front.heard_s = time.monotonic()
             self._apply(front, message)
@@ -414,8 +413,6 @@ class FrontOwner:
 
     def _apply_rare(self, front: _Front, message: FromFront) -> None:
         match message:
-            case Keep(name=name, answer=answer):
-                self._answers.put(name, answer)
             case Synced(number=number):
                 self._syncs.answered(front, number)
             case AskTrial():
@@ -467,6 +464,13 @@ class FrontOwner:
             _log.exception("a question of front %s failed", front.name)
             answer.error, answer.error_kind = f"{type(error).__name__}: {error}", "internal"
         front.send(answer)
+
+    def _keep_for_all(self, message: Keep | KeepResponse) -> None:
+        match message:
+            case Keep(name=name, answer=answer):
+                self._answers.put(name, answer)
+            case KeepResponse(response_id, key, item_ids, payload):
+                self._responses.put(response_id, key, item_ids, payload)
 
     def _who_may_have_sent(self) -> list[_Front]:
         """Fronts with links, too: they may answer calls before they say that they listen."""
