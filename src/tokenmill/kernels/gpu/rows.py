@@ -1,7 +1,8 @@
 """Row-wise kernels: norms, gating and rounding, fp32 inside whatever the tensors hold.
 
 A program takes a whole row, which it reads once: the norm and the scale of an fp8 row need all of
-it. Rows come back as (values, scales), scales being None unless the values are fp8.
+it. Gating without a scale takes a row in parts, so that no row is padded to a power of two. Rows
+come back as (values, scales), scales being None unless the values are fp8.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
-from tokenmill.kernels.gpu.launch import next_power_of_2, quick
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 
 if TYPE_CHECKING:
     from tokenmill.kernels.norm import Activation
@@ -22,6 +23,7 @@ FP8_LIMIT = tl.constexpr(448.0)
 ELEMENTS_PER_WARP = 512  # two 16-byte accesses in flight per thread and tensor
 GATHERED_PER_WARP = 256  # tl.gather of Triton 3.6 goes wrong where one warp holds 512
 MAX_WARPS = 16
+PART = 2048  # elements of a row that a program gates: four warps' worth
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -137,7 +139,7 @@ def _act_and_mul_kernel(
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < k
     line = gate_up + row * stride
     if ACTIVATION == "clamped_swiglu":  # gate and up in turns
@@ -246,9 +248,10 @@ def act_and_mul(
     out, scales = _empty_rows(gate_up, k + 2 * _count(channels), fp8)
     named = isinstance(activation, str)
     clamp = (0.0, 0.0) if isinstance(activation, str) else (activation.alpha, activation.limit)
-    _act_and_mul_kernel[(m,)](
+    launch = _launch(k if fp8 or channels is not None else min(k, PART), channels)
+    _act_and_mul_kernel[(m, cdiv(k, launch["BLOCK"]))](
         gate_up, out, scales, channels, k, gate_up.stride(0), *clamp,
-        ACTIVATION=activation if named else "clamped_swiglu", FP8=fp8, **_launch(k, channels),
+        ACTIVATION=activation if named else "clamped_swiglu", FP8=fp8, **launch,
     )  # fmt: skip
     return out, scales
 
