@@ -76,16 +76,17 @@ def test_weights_in_mxfp4_stay_in_registers(rows: int, few_or_many: int, up: boo
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "block_size", "sliding", "sinks"),
+    ("dim", "group", "share", "block_size", "sliding", "sinks"),
     [
-        (128, 4, 64, False, False),
-        (128, 1, 16, False, False),
-        (128, 2, 256, True, False),
-        (64, 8, 64, True, True),
+        (128, 4, 1, 64, False, False),
+        (128, 1, 5, 64, False, False),
+        (128, 1, 1, 16, False, False),
+        (128, 2, 1, 256, True, False),
+        (64, 8, 1, 64, True, True),
     ],
 )
 def test_attention_of_prompts_compiles_and_fits(
-    dim: int, group: int, block_size: int, sliding: bool, sinks: bool
+    dim: int, group: int, share: int, block_size: int, sliding: bool, sinks: bool
 ) -> None:
     """Weights stay in registers, and nothing is spilled."""
     page = min(block_size, prefill.KEYS.value)
@@ -93,8 +94,8 @@ def test_attention_of_prompts_compiles_and_fits(
     types |= dict.fromkeys(("k_cache", "v_cache"), tiles(page, dim))
     types |= dict.fromkeys(("table_stride", "out_stride", "last", "window"), "i32")
     constants = {
-        "DIM": dim, "KV_HEADS": 8, "GROUP": group, "BLOCK": block_size, "SLIDING": sliding,
-        "SINKS": sinks, "STAGES": prefill.STAGES, "EARLY": True,
+        "DIM": dim, "KV_HEADS": 8, "SHARE": share, "GROUP": group, "BLOCK": block_size,
+        "SLIDING": sliding, "SINKS": sinks, "STAGES": prefill.STAGES, "EARLY": True,
     }  # fmt: skip
     compiled = compiled_for_hopper(prefill.prefill_kernel, types, constants, ("out_stride",))
     ptx = compiled.asm["ptx"]

@@ -189,7 +189,7 @@ def check_norm_pair(device: str) -> None:
 
 
 def check_act_and_mul(device: str) -> None:
-    for m, k in ((1, 16), (5, 100), (3, 1500)):
+    for m, k in ((1, 16), (5, 100), (3, 1500), (2, 2500)):
         x = 3 * torch.randn(m, 2 * k, device=device)
         for rounding, activation in itertools.product((None, FP8), (*ACTIVATIONS, CLAMPED)):
             found = gpu_rows.act_and_mul(x, bool(rounding), None, activation)

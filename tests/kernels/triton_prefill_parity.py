@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import gluon_emulator
+import numpy as np
 import torch
 from gluon_emulator import Descriptor, Pointer
 from triton_parity import make_batch
@@ -38,6 +39,8 @@ CASES = (
     Case([200], [100], (2, 1), 64, 32, window=90),
     Case([40], [700], (8, 1), 64, 64, window=128, sinks=True),
     Case([65], [3], (4, 1), 64, 128, sinks=True, programs=100),
+    Case([140, 300], [61, 0], (10, 2), 128, programs=4),  # five heads by KV head: a tile has one
+    Case([90], [70], (6, 1), 64, 32, sinks=True),  # six: a tile has two
 )
 
 
@@ -66,7 +69,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 def tiles_of(case: Case, batch: AttentionBatch) -> tuple[QueryTiles, ...]:
     """Wide tiles for all sequences, as those of long prompts."""
-    tokens = attention.GPU_TILE_ROWS * case.heads[1] // case.heads[0]
+    group = case.heads[0] // case.heads[1]
+    tokens = attention.plan_tiles(np.array([64]), group, case.heads[1], True)[0].tokens
     pairs = [(i, s) for i, n in enumerate(case.query_lens) for s in range(0, n, tokens)]
     random.Random(0).shuffle(pairs)
     columns = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(batch.positions.device)
@@ -86,9 +90,10 @@ def attend(case: Case, own: Inputs) -> torch.Tensor:
 
 def emulated(case: Case, own: Inputs, out: torch.Tensor) -> None:
     heads, kv_heads = case.heads
-    tiles, batch, group = own.batch.tiles[0], own.batch, heads // kv_heads
+    tiles, batch = own.batch.tiles[0], own.batch
+    group = attention.heads_of(tiles, heads // kv_heads)
     pages = (min(case.block_size, 128), case.dim)
-    items = len(tiles.seqs) * kv_heads
+    items = len(tiles.seqs) * heads // group
     lists = (
         tiles.seqs, tiles.starts, batch.query_starts, batch.context_lens, batch.table_rows,
         batch.block_tables,
@@ -100,8 +105,9 @@ def emulated(case: Case, own: Inputs, out: torch.Tensor) -> None:
         None if own.sinks is None else Pointer(own.sinks),
         Pointer(out), *(Pointer(part) for part in lists),
         batch.block_tables.stride(0), out.stride(0), items - 1, case.window,
-        DIM=case.dim, KV_HEADS=kv_heads, GROUP=group, BLOCK=case.block_size,
-        SLIDING=case.window > 0, SINKS=case.sinks, STAGES=prefill.STAGES, EARLY=False,
+        DIM=case.dim, KV_HEADS=kv_heads, SHARE=heads // kv_heads // group, GROUP=group,
+        BLOCK=case.block_size, SLIDING=case.window > 0, SINKS=case.sinks, STAGES=prefill.STAGES,
+        EARLY=False,
     )  # fmt: skip
 
 
@@ -130,7 +136,8 @@ def check_prompts(device: str) -> None:
 def drawn(number: int) -> Case:
     """Prompts of any lengths after contexts of any lengths, in blocks of any size."""
     rng = random.Random(number)
-    group, kv_heads, count = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 3]), rng.randint(1, 4)
+    group, kv_heads = rng.choice([1, 2, 4, 5, 6, 8]), rng.choice([1, 2, 3])
+    count = rng.randint(1, 4)
     block_size = rng.choice([16, 32, 64, 128, 256])
     room = min(700, 64 // count * block_size)  # of one sequence's blocks
     lens = [rng.randint(1, min(room, 160)) for _ in range(count)]

@@ -107,6 +107,7 @@ def plan_tiles(
     bounds = ((0, num_single), (num_single, num_short))
     plans = [_narrow(query_lens, *each, kv_heads) for each in bounds if each[0] < each[1]]
     if num_short < len(query_lens):
+        tokens = max(1, GPU_TILE_ROWS // (group & -group))  # rows are full: heads divide a tile
         wide = _cut(query_lens[num_short:], num_short, tokens)
         before = wide.starts if contexts is None else wide.starts + contexts[wide.seqs]
         order = np.argsort(-before, kind="stable")  # the longest tiles start first
@@ -141,6 +142,11 @@ def _cut(query_lens: np.ndarray, first_seq: int, tokens: int, splits: int = 1) -
     index = np.arange(len(seqs)) - np.repeat(ends - counts, counts)
     starts = (index * tokens).astype(np.int32)
     return TilePlan(seqs, starts, tokens, splits)
+
+
+def heads_of(tiles: QueryTiles, group: int) -> int:
+    """Of the `group` query heads that share a KV head on a GPU, those that one tile has."""
+    return group if tiles.rows else min(group, GPU_TILE_ROWS // tiles.tokens)
 
 
 def place_tokens(

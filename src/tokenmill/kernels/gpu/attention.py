@@ -1,7 +1,8 @@
 """Paged attention for prefill and decode alike, and RoPE with the KV write in front of it.
 
 A program takes one tile of a sequence's query tokens and one KV head; its rows are the tokens times
-the query heads that share the KV head, so that every key is read once for all of them. Where few
+the query heads that share the KV head, so that every key is read once for all of them. A tile of a
+prompt has as many of these heads as divide its rows, and other tiles have the rest. Where few
 sequences do not fill the chip, the keys of a tile are split over several programs, and a second
 kernel joins their partial sums.
 """
@@ -16,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels import MODE, triton_kernels
-from tokenmill.kernels.attention import GPU_TILE_ROWS, spread_width
+from tokenmill.kernels.attention import GPU_TILE_ROWS, heads_of, spread_width
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
@@ -28,7 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NARROW_WINDOW = 256  # keys
 HOPPER_DIMS = (64, 128)  # of the heads that kernels/gpu/hopper/prefill.py takes
 HOPPER_KEYS, HOPPER_LEAST_BLOCK = 128, 8  # a tile's; rows that shared memory interleaves
-HOPPER_ITEMS = 32  # tiles times KV heads, at least; fewer leave most of a GPU idle either way
+HOPPER_ITEMS = 32  # tiles of all heads, at least; fewer leave most of a GPU idle either way
 
 
 # Arguments that change from step to step are not specialised: each new kind would be compiled.
@@ -184,9 +185,10 @@ def _attention_kernel(
     q, k_cache, v_cache, sinks, out, partial, stats, tile_seqs, tile_starts, query_starts,
     context_lens, table_rows, tables, table_stride, q_stride, out_stride, num_tokens, kv_heads,
     window, tile_tokens,
-    GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, HALF_PRECISION: tl.constexpr,
-    INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    HALF_PRECISION: tl.constexpr, INVARIANT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
@@ -232,15 +234,15 @@ def _attention_kernel(
         clear = begin
     else:
         peak, total, acc = _attend(
-            queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, low, begin,
+            queries, peak, total, acc, k_cache, v_cache, table, head // SHARE, kv_heads, low, begin,
             clear, position, window, False, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
         )  # fmt: skip
     peak, total, acc = _attend(
-        queries, peak, total, acc, k_cache, v_cache, table, head, kv_heads, low, clear, end,
-        position, window, True, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
+        queries, peak, total, acc, k_cache, v_cache, table, head // SHARE, kv_heads, low, clear,
+        end, position, window, True, DIM, KEYS, BLOCK, STRIDE, TMA, STAGES,
     )  # fmt: skip
     if SPLITS > 1:
-        line = (split * num_tokens + row) * (kv_heads * GROUP) + head * GROUP + rows % GROUP
+        line = (split * num_tokens + row) * (kv_heads * SHARE * GROUP) + head * GROUP + rows % GROUP
         tl.store(partial + line[:, None] * DIM + channels[None, :], acc, mask=valid[:, None])
         tl.store(stats + 2 * line, peak, mask=valid)
         tl.store(stats + 2 * line + 1, total, mask=valid)
@@ -336,7 +338,7 @@ def paged_attention(
         )
         return
     _, kv_heads, block_size, dim = v_cache.shape
-    group = num_heads // kv_heads
+    group = heads_of(tiles, num_heads // kv_heads)
     rows = max(16, next_power_of_2(tiles.tokens * group))
     splits, tables = window_splits(tiles.splits, window), batch.block_tables
     fp8 = k_cache.dtype == torch.float8_e4m3fn
@@ -350,13 +352,14 @@ def paged_attention(
         shape = (splits, q.shape[0], num_heads)
         partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-    _attention_kernel[(kv_heads, tiles.seqs.shape[0], splits)](
+    _attention_kernel[(num_heads // group, tiles.seqs.shape[0], splits)](
         q, *caches, sinks, out, partial, stats, tiles.seqs, tiles.starts, batch.query_starts,
         batch.context_lens, batch.table_rows, tables, tables.stride(0), q.stride(0), out.stride(0),
         q.shape[0], kv_heads, window, tiles.tokens,
-        GROUP=group, DIM=dim, ROWS=rows, KEYS=keys, BLOCK=block_size, SPLITS=splits,
-        SINKS=sinks is not None, HALF_PRECISION=fp8, INVARIANT=MODE.batch_invariant, TMA=tma,
-        STAGES=stages, num_warps=warps, enable_fp_fusion=rows > 16, **launch_options(),
+        GROUP=group, SHARE=num_heads // kv_heads // group, DIM=dim, ROWS=rows, KEYS=keys,
+        BLOCK=block_size, SPLITS=splits, SINKS=sinks is not None, HALF_PRECISION=fp8,
+        INVARIANT=MODE.batch_invariant, TMA=tma, STAGES=stages, num_warps=warps,
+        enable_fp_fusion=rows > 16, **launch_options(),
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(len(tiles.rows), num_heads)](
@@ -368,11 +371,12 @@ def paged_attention(
 def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_heads: int) -> bool:
     """Whether kernels/gpu/hopper/prefill.py takes these tiles, which the plain kernel does too.
 
-    Prompts of some size in bfloat16, whose tiles are full: query heads by KV head divide a tile.
+    Prompts of some size in bfloat16, whose tiles are full.
     A cache in fp8, other heads, blocks that are no whole part or multiple of a tile of keys, and
     batch-invariant mode stay with the plain kernel.
     """
     _, kv_heads, block_size, dim = v_cache.shape
+    heads = heads_of(tiles, num_heads // kv_heads)
     return (
         hopper.is_usable()
         and q.dtype == v_cache.dtype == torch.bfloat16
@@ -380,8 +384,8 @@ def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_
         and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
         and dim in HOPPER_DIMS
         and not tiles.rows  # narrow tiles share keys
-        and tiles.tokens * num_heads == GPU_TILE_ROWS * kv_heads
-        and tiles.seqs.shape[0] * kv_heads >= HOPPER_ITEMS
+        and tiles.tokens * heads == GPU_TILE_ROWS
+        and tiles.seqs.shape[0] * (num_heads // heads) >= HOPPER_ITEMS
         and q.stride(0) % 8 == 0  # rows are copied 16 bytes at a time
     )
 

@@ -1,11 +1,12 @@
 """Attention of prompts over the paged KV cache on Hopper: two groups of four warps take turns.
 
-The groups and the copying warp are those of two_groups.py. Rows are tokens times the query heads
-that share a KV head. The last tile of 128 keys comes first: only tiles that some row does not see
-whole are masked, which are the first one or two, or all of a sliding window's.
+The groups and the copying warp are those of two_groups.py. Rows are tokens times query heads that
+share a KV head: as many as divide a tile, and SHARE tiles for all of them. The last tile of 128
+keys comes first: only tiles that some row does not see whole are masked, which are the first one or
+two, or all of a sliding window's.
 
-As many programs as the GPU has multiprocessors stay and take work items, a tile of queries and a KV
-head each, from lists that begin with the longest; every other round in reverse, so that each gets
+As many programs as the GPU has multiprocessors stay and take work items, a tile of queries and its
+heads each, from lists that begin with the longest; every other round in reverse, so that each gets
 about as much. The copying warp runs ahead into a program's next item.
 """
 
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.kernels.attention import heads_of
 from tokenmill.kernels.gpu.attention import LOG2E
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.hopper.two_groups import (
@@ -105,8 +107,8 @@ def _copy_keys(
 def _copy_tiles(
     q, k_cache, v_cache, memory, barriers, lists, tables, table_rows, table_stride, last,
     window,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLIDING: gl.constexpr,
-    STAGES: gl.constexpr,
+    KV_HEADS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
+    SLIDING: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: of each item the queries, then keys, and values one tile behind them."""
     queries, keys, values = memory
@@ -115,8 +117,8 @@ def _copy_tiles(
     done = 0
     for turn in range(_num_turns(last)):
         item = _item_of(turn)
-        head = item % KV_HEADS
-        tile = item // KV_HEADS
+        head = item % (KV_HEADS * SHARE)
+        tile = item // (KV_HEADS * SHARE)
         seq = gl.load(lists[0] + tile)
         row, position, left = _place_of(lists, tile, seq, TOKENS)
         table = tables + gl.load(table_rows + seq).to(gl.int64) * table_stride
@@ -135,7 +137,7 @@ def _copy_tiles(
                 stage, phase = (done + j) % STAGES, (((done + j) // STAGES) & 1) ^ 1
                 mbarrier.wait(empty_keys.index(stage), phase)
                 _copy_keys(
-                    k_cache, table, top - j, pages, head, full_keys.index(stage),
+                    k_cache, table, top - j, pages, head // SHARE, full_keys.index(stage),
                     keys.index(stage), KV_HEADS, BLOCK,
                 )  # fmt: skip
             if j > 0:
@@ -143,7 +145,7 @@ def _copy_tiles(
                 stage, phase = before % STAGES, ((before // STAGES) & 1) ^ 1
                 mbarrier.wait(empty_values.index(stage), phase)
                 _copy_keys(
-                    v_cache, table, top - j + 1, pages, head, full_values.index(stage),
+                    v_cache, table, top - j + 1, pages, head // SHARE, full_values.index(stage),
                     values.index(stage), KV_HEADS, BLOCK,
                 )  # fmt: skip
         done += count
@@ -204,7 +206,7 @@ def _weigh(
 @gluon.jit
 def _group(
     out, out_stride, sinks, memory, barriers, lists, last, window,
-    DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SLIDING: gl.constexpr,
+    DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, SLIDING: gl.constexpr,
     SINKS: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """One group: its rows of all of the program's items, and their results to memory."""
@@ -215,13 +217,13 @@ def _group(
     nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     none = gl.zeros([HALF], gl.float32, SCORE_ROWS)
     done = 0
-    tile = _item_of(0) // KV_HEADS
+    tile = _item_of(0) // HEADS
     row, position, left = _place_of(lists, tile, gl.load(lists[0] + tile), TOKENS)
     for turn in range(_num_turns(last)):
         # Whose queries the next item has is read long before it begins.
-        tile = gl.minimum(_item_of(turn + 1), last) // KV_HEADS
+        tile = gl.minimum(_item_of(turn + 1), last) // HEADS
         seq = gl.load(lists[0] + tile)
-        head = _item_of(turn) % KV_HEADS
+        head = _item_of(turn) % HEADS
         low, high = _span(position, left, window, SLIDING)
         top, count = high // KEYS, high // KEYS - low // KEYS + 1
         index = WHO * HALF + gl.arange(0, HALF, layout=SCORE_ROWS)
@@ -276,11 +278,13 @@ def _group(
 def prefill_kernel(
     q, k_cache, v_cache, sinks, out, tile_seqs, tile_starts, query_starts, context_lens,
     table_rows, tables, table_stride, out_stride, last, window,
-    DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr,
-    SLIDING: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    DIM: gl.constexpr, KV_HEADS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK: gl.constexpr, SLIDING: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of queries, for every KV head, to out[t, heads * DIM]."""
+    """All tiles of queries, for all heads, to out[t, heads * DIM]."""
     wait(EARLY)
+    HEADS: gl.constexpr = KV_HEADS * SHARE
     queries = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DIM], TILE)
     keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], TILE)
@@ -300,11 +304,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_group, (out, out_stride, sinks, memory, barriers, lists, last, window,
-                      DIM, KV_HEADS, GROUP, SLIDING, SINKS, STAGES, 0)),
+                      DIM, HEADS, GROUP, SLIDING, SINKS, STAGES, 0)),
             (_group, (out, out_stride, sinks, memory, barriers, lists, last, window,
-                      DIM, KV_HEADS, GROUP, SLIDING, SINKS, STAGES, 1)),
+                      DIM, HEADS, GROUP, SLIDING, SINKS, STAGES, 1)),
             (_copy_tiles, (q, k_cache, v_cache, memory, barriers, lists, tables, table_rows,
-                           table_stride, last, window, KV_HEADS, GROUP, BLOCK,
+                           table_stride, last, window, KV_HEADS, SHARE, GROUP, BLOCK,
                            SLIDING, STAGES)),
         ],
         [4, 1],
@@ -330,16 +334,17 @@ def launch(
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
     _, kv_heads, block_size, dim = v_cache.shape
-    group, tables = num_heads // kv_heads, batch.block_tables
+    group, tables = heads_of(tiles, num_heads // kv_heads), batch.block_tables
     assert tiles.tokens * group == ROWS.value and tiles.splits == 1
     assert q.stride(1) == out.stride(1) == tables.stride(1) == 1
-    items = tiles.seqs.shape[0] * kv_heads
+    items = tiles.seqs.shape[0] * (num_heads // group)
     prefill_kernel[(min(items, _num_processors(q.device)),)](
         *descriptors(q, k_cache, v_cache, group), out if sinks is None else sinks, out, tiles.seqs,
         tiles.starts, batch.query_starts, batch.context_lens, batch.table_rows, tables,
         tables.stride(0), out.stride(0), items - 1, window,
-        DIM=dim, KV_HEADS=kv_heads, GROUP=group, BLOCK=block_size, SLIDING=window > 0,
-        SINKS=sinks is not None, STAGES=STAGES, num_warps=4, **launch_options(),
+        DIM=dim, KV_HEADS=kv_heads, SHARE=num_heads // kv_heads // group, GROUP=group,
+        BLOCK=block_size, SLIDING=window > 0, SINKS=sinks is not None, STAGES=STAGES, num_warps=4,
+        **launch_options(),
     )  # fmt: skip
 
 
