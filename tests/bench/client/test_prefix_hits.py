@@ -88,6 +88,19 @@ def count_tokens(text: str) -> int:
     return sum(1 + (len(t.strip()) > 9) for t in re.findall(r"\s?\w+|[^\w\s]|\s", text))
 
 
+def test_a_salt_stands_before_an_image_that_begins_a_prompt() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    seen = [{"role": "user", "content": [image]}]
+    turns = (Turn("What is on the image?", 4, ("data:,x",)), Turn(seen, 4))
+    cuts = find_cuts(turns, count_tokens)
+    for data in (Prompts(turns, 5), Prompts(turns, 5, cuts)):
+        for index, rest in enumerate(([{"type": "text", "text": "What is on the image?"}], [])):
+            (turn,) = data.session(index).turns
+            assert isinstance(turn.content, list) and not turn.images
+            salt, *others = turn.content[0]["content"]
+            assert len(salt["text"].split()) == 4 and others == [image, *rest]
+
+
 def test_a_salt_changes_no_length_where_a_tokenizer_is_known() -> None:
     contents: list[Any] = [
         "Summarize the following article: it is a long one.",
