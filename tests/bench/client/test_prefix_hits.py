@@ -168,6 +168,17 @@ def test_given_prompts_explain_what_they_have_in_common() -> None:
     assert hits["num_unexplained"] == 4 and set(hit_doubts(hits)) == {UNEXPLAINED}
 
 
+def test_tokens_of_images_are_no_part_of_the_template() -> None:
+    """The file of an image in a prompt has more characters than the image has tokens."""
+    records = [record(i, 100) for i in range(2)]
+    for found in records:
+        found.image_tokens = 60
+    made = Synthetic(((30, 5),), num_images=1, image_size=(64, 64))
+    assert explained_tokens(made, records) == [10, 10]
+    given = Prompts(tuple(Turn("What?", 4, (f"data:{i}" + "A" * 9000,)) for i in range(2)), 1)
+    assert explained_tokens(given, records, [record(-1, 74)]) == [10, 10]
+
+
 def test_who_tells_of_hits() -> None:
     data = Synthetic(((90, 5),))
     silent = [record(i, 100, None) for i in range(3)]
