@@ -275,6 +275,7 @@ def test_defaults_in_the_words_of_a_flag() -> None:
     assert shown_default(SETTINGS["max-body-size"], {}) == "16MiB"
     assert shown_default(SETTINGS["prefix-cache"], {}) == "on"
     assert shown_default(SETTINGS["temperature"], {"temperature": 0.7}) == "0.7"
+    assert shown_default(SETTINGS["image-size"], {}) == "1024x1024"
     assert shown_default(SETTINGS["api-key"], {}) == ""
 
 

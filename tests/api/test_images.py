@@ -184,6 +184,9 @@ def test_messages(anthropic: Anthropic) -> None:
     with anthropic.messages.stream(model=MODEL, max_tokens=20, messages=messages) as stream:
         usage = stream.get_final_message().usage
     assert usage.model_extra == {"input_tokens_details": {"image_tokens": NUM_TOKENS}}
+    content[0] = block | {"max_pixels": 4 * 1024}
+    answer = anthropic.messages.create(model=MODEL, max_tokens=20, messages=messages)
+    assert answer.usage.model_extra == {"input_tokens_details": {"image_tokens": 2}}
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
     turns: Any = [
@@ -248,8 +251,21 @@ def test_prompts_of_a_model_in_this_process() -> None:
     (span,) = spans
     assert span.num_tokens == NUM_TOKENS == token_ids.count(loader.processor.token_id)
     assert set(token_ids[span.offset : span.end]) == {loader.processor.token_id}
+    loader.close()
+
+
+def test_a_model_in_this_process_refuses_images_before_the_first_message(folder: Path) -> None:
+    loader = make_loader(VisionConfig(), make_tokenizer(sees=True))
+    prompts = ImagePrompts(loader.processor, 1024)
+    prompts.check([str(folder / "a.png")])
+    broken = folder / "broken.png"
+    broken.write_bytes(PNG[:200])
+    with pytest.raises(TokenmillError, match="it cannot be used: it cannot be decoded"):
+        prompts.check([str(broken)])
+    with pytest.raises(TokenmillError, match="a URL needs a server"):
+        prompts.check(["https://example.com/a.png"])
     with pytest.raises(TokenmillError, match="takes text only"):
-        ImagePrompts(None, 1024).encode(tokenizer, messages)
+        ImagePrompts(None, 1024).check([str(folder / "a.png")])
     loader.close()
 
 
@@ -269,6 +285,8 @@ def test_a_benchmark_with_images(
     assert run(["bench", "endpoint", *flags, *prompts]) == 0
     point = json.loads(capsys.readouterr().out.splitlines()[-1])["points"][0]
     assert point["num_image_tokens"] == 4 * NUM_TOKENS
+    assert run(["bench", "endpoint", *flags, *prompts, "--api", "completions"]) != 0
+    assert '"images" are parts of a chat' in capsys.readouterr().err
     assert run(["bench", "endpoint", *flags, "--images", "1", "--api", "completions"]) != 0
     assert "--images are parts of a chat" in capsys.readouterr().err
     assert run(["bench", "endpoint", *flags, "--image-size", "12"]) != 0
@@ -294,13 +312,15 @@ WRONG = [
     (image("http://169.254.169.254/meta"), "--image-host"),
     (image("file:///etc/passwd"), "not in the folder"),
     (image("a.png"), "send https://"),
-    (image(max_pixels=10**9), "max_pixels 1000000000 is over the server's limit of 262144"),
-    (image(max_pixels=1000), "less than the 1024 of one token"),
-    (image(min_pixels=9000, max_pixels=8000), "min_pixels 9000 is more than max_pixels 8000"),
+    (image("data:video/mp4;base64,AAAA"), "it is a video"),
+    (image(max_pixels=10**9), "image_url.max_pixels: 1000000000 is over the server's limit"),
+    (image() | {"max_pixels": 1000}, "content[1].max_pixels: 1000 is less than one token has"),
+    (image(min_pixels=9000, max_pixels=8000), "send 8000 at most"),
     (image(detail="most"), "'high'"),
     ({"type": "image_url"}, "image_url"),
     ({"type": "video_url", "video_url": {"url": "x"}}, "videos are not taken"),
     ({"type": "input_audio", "input_audio": {}}, "audio"),
+    ({"type": "input_image", "image_url": URL}, "as 'image_url' in chats"),
 ]
 
 
@@ -326,6 +346,22 @@ def test_wrong_images_of_other_apis_are_named_where_they_stand(server: SimServer
     answer = server.call("POST", "/v1/messages", body)
     assert answer.status == 400
     assert answer.json["error"]["message"].startswith("messages[0].content[1]: the image cannot")
+
+
+def test_images_in_the_form_of_another_api_say_the_right_form(server: SimServer) -> None:
+    body: Any = {"input": [{"role": "user", "content": [image()]}]}
+    answer = server.call("POST", "/v1/responses", body)
+    assert answer.status == 400 and "'input_image' in responses" in answer.error["message"]
+    body = {"model": MODEL, "max_tokens": 1, "messages": [user(image())]}
+    answer = server.call("POST", "/v1/messages", body)
+    assert answer.status == 400
+    assert "'image' in Anthropic's API" in answer.json["error"]["message"]
+
+
+def test_a_limit_for_all_images_is_named_where_it_stands(server: SimServer) -> None:
+    body = {"messages": [user(image())], "mm_processor_kwargs": {"max_pixels": 1000}}
+    answer = server.call("POST", "/v1/chat/completions", body)
+    assert (answer.status, answer.error["param"]) == (400, "mm_processor_kwargs.max_pixels")
 
 
 def test_placeholders_in_texts_are_refused(server: SimServer) -> None:

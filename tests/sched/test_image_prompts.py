@@ -123,6 +123,21 @@ def test_an_image_that_nobody_waits_for_any_more_is_begun_anew() -> None:
         scheduler.update(batch, sampled(batch))
 
 
+def test_a_begun_image_is_kept_while_steps_go_to_other_prompts() -> None:
+    """`b` has two of its forty patches; then five others come, and `a` takes most of the budget."""
+    scheduler = while_others_decode()
+    for seed, name in enumerate("ab"):
+        scheduler.add(pictured(name, seed, 2))
+    assert prompts_of(scheduler)[1] == [14 / 40, 2 / 40]
+    batch = scheduler.schedule(0, hold_context=True)
+    assert [each.share for each in batch.begun_images] == [14 / 40, 2 / 40]
+    scheduler.update(batch, sampled(batch))
+    for seed, name in enumerate("cdefg", 2):
+        scheduler.add(pictured(name, seed, 2))
+    assert prompts_of(scheduler)[1] == [2 / 40]
+    assert prompts_of(scheduler)[1] == [] and scheduler.images.num_encoded == 2
+
+
 def test_an_image_beyond_the_budget_is_encoded_alone() -> None:
     scheduler = make(max_num_batched_tokens=64, encoder_patches=8)
     scheduler.add(pictured("a", 1))

@@ -146,7 +146,8 @@ async def read_body(
 
 async def read_bytes(receive: Receive, declared: str, limit: int) -> bytes:
     """The body as it is; one that is too large, be it only `declared` so, raises ApiError."""
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    problem = f"the body is larger than {limit} bytes (--max-body-size)"
+    too_large = ApiError(413, problem, code="body_too_large")
     if declared.isdigit() and int(declared) > DISCARD_FACTOR * limit:
         raise too_large
     parts: list[bytes] = []

@@ -74,7 +74,10 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
         block = settings.get("trace-block-tokens")
         return Trace(tuple(read_trace(config.trace, block, config.trace_speed)), block=block)
     if config.prompts is not None:
-        return read_prompts(Path(config.prompts).expanduser(), output_len)
+        prompts = read_prompts(Path(config.prompts).expanduser(), output_len)
+        if config.api != "chat" and any(turn.images for turn in prompts.turns):
+            raise BenchError(f'{config.prompts}: "images" are parts of a chat: use --api chat')
+        return prompts
     lengths: tuple[tuple[int, int], ...]
     lengths = ((settings.values.get("input-len", INPUT_LEN), output_len or OUTPUT_LEN),)
     if source := settings.values.get("lengths"):

@@ -246,7 +246,7 @@ class Scheduler:
         num_tokens = len(step.singles) + sum(num_new for _, num_new in step.chunks)
         batch = Batch(step.singles + step.chunks, num_tokens, ledger.launch())
         batch.dropped_images = self.images.take_dropped()
-        batch.begun_images = self.images.take_begun()
+        batch.begun_images = self.images.begun_images()
         return batch
 
     def _step_budget(self) -> int:

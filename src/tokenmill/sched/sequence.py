@@ -120,7 +120,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class BegunImage:
-    """An image of which a step encodes a part, so that requests that decode wait less."""
+    """An image that steps encode in parts, so that requests that decode wait less."""
 
     image: ImageInput
     share: float  # of its layers, after the step

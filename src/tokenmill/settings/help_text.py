@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmill.core.flags import SIZE
+from tokenmill.core.flags import IMAGE_SIZE, SIZE
 from tokenmill.settings.setting import Setting
 
 EPILOG = (
@@ -34,6 +34,8 @@ def shown_default(setting: Setting, defaults: Mapping[str, Any]) -> str:
         return "on" if value else "off"
     if setting.kind is SIZE:
         return f"{value // 2**20}MiB"
+    if setting.kind is IMAGE_SIZE:
+        return "x".join(map(str, value))
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

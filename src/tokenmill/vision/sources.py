@@ -50,6 +50,8 @@ class ImageSources:
         head, comma, data = url.partition(",")
         if not comma:
             raise ImageError("its data: URL has no comma; send data:image/png;base64,...")
+        if head[5:11].lower() == "video/":
+            raise ImageError("it is a video; send some of its frames as images")
         if len(data) > self._max_bytes * 4 // 3 + 4096:
             raise ImageError(f"it is larger than {self._max_bytes} bytes (--max-image-size)")
         if not head.lower().endswith(";base64"):

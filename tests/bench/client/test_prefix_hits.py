@@ -88,6 +88,19 @@ def count_tokens(text: str) -> int:
     return sum(1 + (len(t.strip()) > 9) for t in re.findall(r"\s?\w+|[^\w\s]|\s", text))
 
 
+def test_a_salt_stands_before_an_image_that_begins_a_prompt() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    seen = [{"role": "user", "content": [image]}]
+    turns = (Turn("What is on the image?", 4, ("data:,x",)), Turn(seen, 4))
+    cuts = find_cuts(turns, count_tokens)
+    for data in (Prompts(turns, 5), Prompts(turns, 5, cuts)):
+        for index, rest in enumerate(([{"type": "text", "text": "What is on the image?"}], [])):
+            (turn,) = data.session(index).turns
+            assert isinstance(turn.content, list) and not turn.images
+            salt, *others = turn.content[0]["content"]
+            assert len(salt["text"].split()) == 4 and others == [image, *rest]
+
+
 def test_a_salt_changes_no_length_where_a_tokenizer_is_known() -> None:
     contents: list[Any] = [
         "Summarize the following article: it is a long one.",
@@ -153,6 +166,17 @@ def test_given_prompts_explain_what_they_have_in_common() -> None:
     hits = prefix_hits(salted, records, warm)
     assert hits is not None and hits["share"] == pytest.approx(300 / 320)
     assert hits["num_unexplained"] == 4 and set(hit_doubts(hits)) == {UNEXPLAINED}
+
+
+def test_tokens_of_images_are_no_part_of_the_template() -> None:
+    """The file of an image in a prompt has more characters than the image has tokens."""
+    records = [record(i, 100) for i in range(2)]
+    for found in records:
+        found.image_tokens = 60
+    made = Synthetic(((30, 5),), num_images=1, image_size=(64, 64))
+    assert explained_tokens(made, records) == [10, 10]
+    given = Prompts(tuple(Turn("What?", 4, (f"data:{i}" + "A" * 9000,)) for i in range(2)), 1)
+    assert explained_tokens(given, records, [record(-1, 74)]) == [10, 10]
 
 
 def test_who_tells_of_hits() -> None:

@@ -137,7 +137,8 @@ def _part(block: TextBlock | ImageBlock, path: str) -> Part:
         return TextPart(text=block.text)
     source = block.source
     url = source.url if not isinstance(source, Base64Source) else _data_url(source)
-    return LocatedImage(image_url=url, path=path)
+    low, high = block.min_pixels, block.max_pixels
+    return LocatedImage(image_url=url, path=path, min_pixels=low, max_pixels=high)
 
 
 def _data_url(source: Base64Source) -> str:

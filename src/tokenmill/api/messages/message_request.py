@@ -11,6 +11,7 @@ from tokenmill.api.protocol.requests import (
     INT32_MAX,
     MAX_STOPS,
     NoItems,
+    PixelBounds,
     Schema,
     TokenCount,
     unsupported,
@@ -38,7 +39,7 @@ class UrlSource(Schema, kw_only=True, tag_field="type", tag="url"):
     url: str
 
 
-class ImageBlock(Schema, kw_only=True, tag_field="type", tag="image"):
+class ImageBlock(PixelBounds, kw_only=True, tag_field="type", tag="image"):
     source: Base64Source | UrlSource
     cache_control: Any = None
 

@@ -57,9 +57,11 @@ _ELSEWHERE = {
 _INSTEAD = {
     ("role", "function"): "send the result of a call as role 'tool' with its tool_call_id",
     ("tool_choice", "any"): "send 'required'",
-    ("type", "image_url"): "images stand in messages of role 'user' or 'tool'",
-    ("type", "input_image"): "images stand in messages of role 'user', as 'image_url' in chats",
-    ("type", "image"): "images stand in messages of role 'user', as 'image_url' in chats",
+    **dict.fromkeys(
+        (("type", "image_url"), ("type", "input_image"), ("type", "image")),
+        "images stand in messages of role 'user' and in results of tools, as 'image_url' in "
+        "chats, 'input_image' in responses and 'image' in Anthropic's API",
+    ),
     ("type", "input_file"): "files are not read here; send their text as 'input_text'",
     ("type", "file"): "files are not read here; send text as 'text', and an image as base64",
     ("type", "input_audio"): "audio is not heard here; send its text",

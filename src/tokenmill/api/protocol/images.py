@@ -23,6 +23,8 @@ from tokenmill.core.types import ImageError, InvalidRequestError
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import LOW_DETAIL_PIXELS, ImageProcessor, PixelLimits
 
+Places = Sequence[tuple[str, PixelBounds | None]]  # with their paths, the nearest first
+
 
 @dataclass(frozen=True, slots=True)
 class WantedImage:
@@ -81,14 +83,24 @@ def _wanted(
 ) -> WantedImage:
     inner = part.image_url if isinstance(part.image_url, ImageUrl) else None
     url = part.image_url if inner is None else inner.url
-    places = [place for place in (inner, part, bounds) if place is not None]
-    low = next((p.min_pixels for p in places if p.min_pixels is not None), None)
-    high = next((p.max_pixels for p in places if p.max_pixels is not None), None)
+    places = ((f"{path}.image_url", inner), (path, part), ("mm_processor_kwargs", bounds))
+    low_path, low = _given(places, "min_pixels")
+    high_path, high = _given(places, "max_pixels")
     detail = part.detail if inner is None or inner.detail is None else inner.detail
     try:
         return WantedImage(path, str(url), pixel_limits(processor, detail, low, high))
     except ImageError as error:
-        raise InvalidRequestError(f"{path}: {error}", path) from None
+        field = low_path if error.param == "min_pixels" else high_path
+        raise InvalidRequestError(f"{field}: {error}", field) from None
+
+
+def _given(places: Places, name: str) -> tuple[str, int | None]:
+    """A limit of an image, from the first place that has it, and where it stands."""
+    for path, bounds in places:
+        value = None if bounds is None else getattr(bounds, name)
+        if value is not None:
+            return f"{path}.{name}", value
+    return name, None
 
 
 def pixel_limits(
@@ -98,14 +110,18 @@ def pixel_limits(
     server = processor.limits
     for name, value in (("min_pixels", low), ("max_pixels", high)):
         if value is not None and value > server.high:
-            raise ImageError(f"{name} {value} is over the server's limit of {server.high}")
-    if high is not None and high < processor.factor**2:
-        raise ImageError(f"max_pixels {high} is less than the {processor.factor**2} of one token")
+            message = f"{value} is over the server's limit; send {server.high} at most"
+            raise ImageError(message, name)
+    least = processor.factor**2
+    if high is not None and high < least:
+        message = f"{high} is less than one token has; send {least} at least"
+        raise ImageError(message, "max_pixels")
     most = high if high is not None else server.high
     if detail == "low" and high is None:
-        most = min(most, max(LOW_DETAIL_PIXELS, processor.factor**2))
+        most = min(most, max(LOW_DETAIL_PIXELS, least))
     if low is not None and low > most:
-        raise ImageError(f"min_pixels {low} is more than max_pixels {most}")
+        message = f"{low} is more than the image's max_pixels; send {most} at most"
+        raise ImageError(message, "min_pixels")
     return PixelLimits(min(low if low is not None else server.low, most), most)
 
 

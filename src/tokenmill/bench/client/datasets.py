@@ -54,6 +54,11 @@ class Turn:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         return [*parts, {"type": "text", "text": self.content}]
 
+    @property
+    def said(self) -> str | list[Message]:
+        """The content with the images in it."""
+        return [{"role": "user", "content": self.spoken}] if self.images else self.content
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -201,8 +206,8 @@ class Prompts:
         if self.seed is None:
             return Session((turn,))
         cut = self.cuts[place] if self.cuts else Cut()
-        content = salted(turn.content, f"{self.seed}/{number}", cut)
-        return Session((replace(turn, content=content),))
+        content = salted(turn.said, f"{self.seed}/{number}", cut)
+        return Session((replace(turn, content=content, images=()),))
 
     def warmup(self, index: int) -> Session:
         return _warmup(self.seed, index)
@@ -227,10 +232,32 @@ class Cut:
 
 def salted(content: str | list[Message], key: str, cut: Cut) -> str | list[Message]:
     """The prompt with a salt at its beginning; equal beginnings get equal salts."""
+    if isinstance(content, list) and (place := _image_first(content)) is not None:
+        salt = words(f"salt/{key}/", 0, SALT_WORDS)
+        return _with_part(content, place, {"type": "text", "text": salt})
     text = first_text(content)
     head, rest = text[: cut.num_chars], text[cut.num_chars :]
     salt = words(f"salt/{key}/{head}", 0, cut.num_words)
     return _with_first_text(content, salt + (rest if head else f" {rest}"))
+
+
+def _image_first(content: str | list[Message]) -> int | None:
+    """The message that begins with an image, if no text is before it."""
+    for place, message in enumerate([] if isinstance(content, str) else content):
+        said = message.get("content")
+        if said:
+            begins = (
+                isinstance(said, list) and isinstance(said[0], dict) and not said[0].get("text")
+            )
+            return place if begins else None
+    return None
+
+
+def _with_part(messages: list[Message], place: int, part: Message) -> list[Message]:
+    """The messages with a part before the others of one of them."""
+    message = messages[place]
+    message = message | {"content": [part, *message["content"]]}
+    return [*messages[:place], message, *messages[place + 1 :]]
 
 
 def first_text(content: str | list[Message]) -> str:
@@ -271,7 +298,10 @@ def find_cuts(turns: tuple[Turn, ...], count: Callable[[str], int]) -> tuple[Cut
     """Cuts at which salts keep the number of tokens; () if a word of a salt is not one token."""
     if any(count(f"{word} {word}") != 2 for word in WORDS):
         return ()
-    return tuple(_cut(first_text(turn.content), count) for turn in turns)
+    return tuple(
+        Cut() if _image_first(turn.said) is not None else _cut(first_text(turn.content), count)
+        for turn in turns
+    )
 
 
 def _cut(text: str, count: Callable[[str], int]) -> Cut:

@@ -72,13 +72,18 @@ def _template_tokens(
 ) -> float:
     """Tokens around a prompt's own, at most: no request has more beside its own text."""
     bounds = [
-        (r.prompt_tokens or 0) - _length(dataset, r.session) / dataset.units_per_token
+        _text_tokens(r) - _length(dataset, r.session) / dataset.units_per_token
         for r in records
         if r.error is None and r.prompt_tokens and not r.turn
     ]
     if dataset.warmup_words is not None:
         bounds += [r.prompt_tokens - dataset.warmup_words for r in warmup if r.prompt_tokens]
-    return max(min(bounds, default=0.0), 0.0)
+    # A prompt with the file of an image has fewer tokens than its length says: it bounds nothing.
+    return min((bound for bound in bounds if bound >= 0), default=0.0)
+
+
+def _text_tokens(record: Record) -> int:
+    return (record.prompt_tokens or 0) - (record.image_tokens or 0)
 
 
 def _length(dataset: Dataset, session: int) -> int:

@@ -59,6 +59,7 @@ def _local(settings: Settings, sampling: SamplingParams) -> Source:
     from tokenmill.vision.processor import load_processor
 
     prompts = ImagePrompts(load_processor(llm.path), llm.built.max_model_len)
+    prompts.check(settings.get("image"))
 
     def source(messages: Messages, answer: local.Answer) -> Iterator[str]:
         prompt, images = prompts.encode(llm.tokenizer, messages)

@@ -43,14 +43,24 @@ class ImagePrompts:
         self._max_tokens = max_tokens
         self._made: dict[str, ImageInput] = {}
 
+    def check(self, files: Sequence[str]) -> None:
+        """Make these images; TokenmillError names the one that the model cannot take."""
+        if files and self._processor is None:
+            raise TokenmillError("--image: this model takes text only; leave --image out")
+        for file in files:
+            if file.startswith(("http://", "https://")):
+                raise TokenmillError(f"--image {file}: a URL needs a server (--url); give a file")
+            try:
+                self._image(_url(file))
+            except ImageError as error:
+                raise TokenmillError(f"--image {file}: it cannot be used: {error}") from None
+
     def encode(
         self, tokenizer: Tokenizer, messages: Messages
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """The tokens of a conversation, and its images."""
         urls: list[str] = []
         marked = [message | {"content": _marked(message["content"], urls)} for message in messages]
-        if urls and self._processor is None:
-            raise TokenmillError("--image: this model takes text only")
         token_ids = tokenizer.encode_chat(marked)
         if self._processor is None:
             return token_ids, ()
@@ -63,14 +73,11 @@ class ImagePrompts:
 
         assert self._processor is not None
         config = VisionConfig()
-        try:
-            if url not in self._made:
-                data = ImageSources(config).read(url)
-                limits = self._processor.limits
-                image = self._processor.process(data, limits, config.max_area, self._max_tokens)
-                self._made[url] = image
-        except ImageError as error:
-            raise TokenmillError(f"--image: the image cannot be used: {error}") from None
+        if url not in self._made:
+            data = ImageSources(config).read(url)
+            limits = self._processor.limits
+            image = self._processor.process(data, limits, config.max_area, self._max_tokens)
+            self._made[url] = image
         return self._made[url]
 
 

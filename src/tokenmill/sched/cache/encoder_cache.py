@@ -40,7 +40,8 @@ class EncoderCache:
         self._whole = self._most_tokens = 0  # patches and tokens of a step in parts
         self._parts = False  # prompts with images run over several steps
         self._begun: dict[bytes, int] = {}  # content: patches' worth of work that is done
-        self._reached: dict[bytes, ImageInput] = {}  # of these, in this step
+        # By content and request, who has reached a begun image and is not past it.
+        self._waiting: dict[tuple[bytes, str], tuple[Sequence, ImageSpan]] = {}
         self._held: OrderedDict[bytes, int] = OrderedDict()  # content: patches, the oldest first
         self._num_held = 0
         self._users: list[tuple[Sequence, ImageSpan]] = []
@@ -73,6 +74,17 @@ class EncoderCache:
             for seq, span in self._users
             if seq.block_ids and not seq.finished and seq.num_computed_tokens < span.end
         ]
+        self._forget_begun()
+
+    def _forget_begun(self) -> None:
+        """Drop begun images that nobody waits for; who waits may have no turn for many steps."""
+        self._waiting = {
+            key: (seq, span)
+            for key, (seq, span) in self._waiting.items()
+            if key[0] in self._begun and not seq.finished and seq.num_computed_tokens < span.end
+        }
+        wanted = {content for content, _ in self._waiting}
+        self._begun = {key: done for key, done in self._begun.items() if key in wanted}
 
     def reach(self, seq: Sequence, first: int, num_new: int) -> int:
         """How many of the new tokens from `first` on can run: up to an image that has to wait."""
@@ -82,8 +94,11 @@ class EncoderCache:
         reached = [span for span in seq.request.images if first < span.end and span.offset < end]
         for span in reached:
             if not self._take(span.image, self._cost(num_new)):
-                if span.image.content_hash in self._arriving:
-                    self._arriving[span.image.content_hash].add(seq.request_id)
+                content = span.image.content_hash
+                if content in self._arriving:
+                    self._arriving[content].add(seq.request_id)
+                if content in self._begun:
+                    self._waiting[content, seq.request_id] = seq, span
                 # Without a budget a prompt is not split.
                 num_new = 0 if self._budget is None else max(0, span.offset - first)
                 waits = span is reached[0] and span.image.features is None
@@ -137,13 +152,12 @@ class EncoderCache:
         self._num_held -= self._held.pop(image.content_hash)
         return self._arriving.pop(image.content_hash)
 
-    def take_begun(self) -> list[BegunImage]:
-        """What the step encodes a part of; the runner forgets what an earlier step had begun."""
-        reached, self._reached = self._reached, {}
-        self._begun = {content: self._begun[content] for content in reached}
+    def begun_images(self) -> list[BegunImage]:
+        """The begun images, also those of earlier steps; the runner forgets all others."""
+        images = {content: span.image for (content, _), (_, span) in self._waiting.items()}
         return [
-            BegunImage(image, self._begun[content] / image.num_patches)
-            for content, image in reached.items()
+            BegunImage(images[content], done / images[content].num_patches)
+            for content, done in self._begun.items()
         ]
 
     def take_dropped(self) -> list[bytes]:
@@ -160,11 +174,8 @@ class EncoderCache:
             if not elsewhere and not self._can_encode(image, cost):
                 return False
             if not self._make_room(patches, STEPS * self._budget):
-                if image.content_hash in self._begun:
-                    self._reached[image.content_hash] = image
                 return False
             work = 0 if elsewhere else patches - self._begun.pop(image.content_hash, 0)
-            self._reached.pop(image.content_hash, None)
             self._left = max(0, self._left - work)
         else:
             self._make_room(patches, 0)
@@ -192,7 +203,6 @@ class EncoderCache:
         part = min(self._left, _even_part(work, self._whole))
         if done or part:
             self._begun[content], self._left = done + part, self._left - part
-            self._reached[content] = image
         return False
 
     def _hold(self, image: ImageInput) -> None:
