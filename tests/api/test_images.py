@@ -285,8 +285,10 @@ def test_a_benchmark_with_images(
     assert run(["bench", "endpoint", *flags, *prompts]) == 0
     point = json.loads(capsys.readouterr().out.splitlines()[-1])["points"][0]
     assert point["num_image_tokens"] == 4 * NUM_TOKENS
-    assert run(["bench", "endpoint", *flags, *prompts, "--api", "completions"]) != 0
-    assert '"images" are parts of a chat' in capsys.readouterr().err
+    for line in lines:
+        (folder / "prompts.jsonl").write_text(json.dumps(line))
+        assert run(["bench", "endpoint", *flags, *prompts, "--api", "completions"]) != 0
+        assert '"messages" and "images" need --api chat' in capsys.readouterr().err
     assert run(["bench", "endpoint", *flags, "--images", "1", "--api", "completions"]) != 0
     assert "--images are parts of a chat" in capsys.readouterr().err
     assert run(["bench", "endpoint", *flags, "--image-size", "12"]) != 0

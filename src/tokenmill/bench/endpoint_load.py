@@ -75,8 +75,8 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
         return Trace(tuple(read_trace(config.trace, block, config.trace_speed)), block=block)
     if config.prompts is not None:
         prompts = read_prompts(Path(config.prompts).expanduser(), output_len)
-        if config.api != "chat" and any(turn.images for turn in prompts.turns):
-            raise BenchError(f'{config.prompts}: "images" are parts of a chat: use --api chat')
+        if config.api != "chat" and not all(isinstance(turn.said, str) for turn in prompts.turns):
+            raise BenchError(f'{config.prompts}: "messages" and "images" need --api chat')
         return prompts
     lengths: tuple[tuple[int, int], ...]
     lengths = ((settings.values.get("input-len", INPUT_LEN), output_len or OUTPUT_LEN),)

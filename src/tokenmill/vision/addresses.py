@@ -61,9 +61,11 @@ class AllowedHosts:
         if (parts.scheme, host, port) in self._origins:
             return Target(parts, host, port, may_be_private=True)
         if not self._origins and not self._names:
+            name = host or "HOST"
+            wanted = name if parts.scheme == "https" else f"{parts.scheme}://{name}:{port}"
             raise ImageError(
                 "this server fetches no images; send a data: URL, or start it with --image-host "
-                f"{host or 'HOST'}"
+                + wanted
             )
         if parts.scheme != "https":
             raise ImageError(f"{parts.scheme}: URLs are not fetched; send https: or data:")
