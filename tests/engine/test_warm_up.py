@@ -9,17 +9,27 @@ import numpy as np
 import pytest
 
 from tokenmill.engine.warm_up import FEW, Step, warm_up_batch, warm_up_steps
-from tokenmill.kernels.attention import SHORT, plan_tiles
-from tokenmill.kernels.gpu.attention import _attention_kernel
+from tokenmill.kernels.attention import GPU_TILE_ROWS, SHORT, QueryTiles, heads_of, plan_tiles
+from tokenmill.kernels.gpu.attention import HOPPER_ITEMS, _attention_kernel
 from tokenmill.kernels.gpu.moe import tile_rows
 
 TESTS = Path(__file__).parents[1]
 
 
-def kernels(step: Step, group: int, kv_heads: int) -> set[tuple[int, int]]:
-    """What Triton builds attention for: rows of a tile, and programs that share its keys."""
-    plans = plan_tiles(np.array(step, np.int64), group, kv_heads, True)
-    return {(max(16, 1 << (p.tokens * group - 1).bit_length()), p.splits) for p in plans}
+def kernels(step: Step, group: int, kv_heads: int) -> set[tuple[int, int, int, bool]]:
+    """What Triton builds attention for: rows and heads of a tile, programs that share its keys.
+
+    And whether the kernel of Hopper takes it.
+    """
+    plans = plan_tiles(np.array(step, np.int64), group, kv_heads, True, full_tiles=True)
+    return {_kernel(QueryTiles.of(plan), group, kv_heads) for plan in plans}
+
+
+def _kernel(tiles: QueryTiles, group: int, kv_heads: int) -> tuple[int, int, int, bool]:
+    heads = heads_of(tiles, group)
+    rows, programs = tiles.tokens * heads, len(tiles.seqs) * group * kv_heads // heads
+    by_hopper = not tiles.rows and rows == GPU_TILE_ROWS and programs >= HOPPER_ITEMS
+    return max(16, 1 << (rows - 1).bit_length()), heads, tiles.splits, by_hopper
 
 
 def test_no_number_that_varies_decides_what_attention_is_built_for() -> None:
@@ -37,7 +47,7 @@ def random_step(source: random.Random, budget: int, num_seqs: int) -> Step:
     return [1] * source.randrange(min(num_seqs, budget - sum(prompts)) + 1) + prompts
 
 
-@pytest.mark.parametrize(("group", "kv_heads"), [(1, 8), (4, 8), (5, 8), (8, 4)])
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 8), (3, 3), (4, 8), (5, 8), (7, 4), (8, 4)])
 @pytest.mark.parametrize(("budget", "num_seqs"), [(256, 16), (2048, 64), (8192, 1024)])
 def test_random_steps_meet_kernels_that_are_there(
     group: int, kv_heads: int, budget: int, num_seqs: int

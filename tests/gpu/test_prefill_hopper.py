@@ -38,7 +38,8 @@ def inputs(
     """Arguments of paged_attention; blocks of 64 in any order."""
     torch.manual_seed(0)
     width = max(-(-(n + c) // 64) for n, c in zip(lens, contexts, strict=True))
-    plans = plan_tiles(np.array(lens), heads[0] // heads[1], heads[1], True, np.array(contexts))
+    group = heads[0] // heads[1]
+    plans = plan_tiles(np.array(lens), group, heads[1], True, np.array(contexts), full_tiles=True)
     shape = (len(lens) * width, heads[1], 64, dim)
     k_cache, v_cache = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
     qkv = torch.randn(sum(lens), (heads[0] + 2 * heads[1]) * dim, device="cuda") * dim**-0.5
@@ -110,6 +111,7 @@ def test_others_take_the_plain_kernel(
 ) -> None:
     attention.paged_attention(*inputs([1] * 40, [300] * 40))  # answers
     attention.paged_attention(*inputs([20], [0]))  # too few
+    attention.paged_attention(*inputs([30] * 9, [500] * 9, (28, 4)))  # seven heads: tiles not full
     attention.paged_attention(*inputs([900], [0], (8, 8), 32))
     own = inputs([900], [0])
     halves: list[Any] = [x.half() if isinstance(x, torch.Tensor) else x for x in own]

@@ -163,6 +163,27 @@ def test_later_keys_do_not_change_a_bit(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lens", "group", "full", "tokens"),
+    [
+        ([560, 300], 5, True, 128),  # 40 tiles of a head in place of 35 of five heads
+        ([560, 300], 5, False, 25),
+        ([60] * 9, 5, True, 25),  # 45 in place of 27
+        ([560], 6, True, 64),
+        ([560], 4, True, 32),
+    ],
+)
+def test_long_prompts_have_full_tiles(lens: list[int], group: int, full: bool, tokens: int) -> None:
+    """Of fewer heads, where a kernel wants them and they are not many more."""
+    (plan,) = attention.plan_tiles(np.array(lens), group, 2, True, full_tiles=full)
+    tiles = attention.QueryTiles.of(plan)
+    assert tiles.tokens == tokens
+    heads = attention.heads_of(tiles, group)
+    assert group % heads == 0 and (not full or heads in (group, group & -group))
+    pairs = zip(plan.seqs, plan.starts, strict=True)
+    assert sum(min(tokens, lens[seq] - start) for seq, start in pairs) == sum(lens)
+
+
+@pytest.mark.parametrize(
     ("block_size", "taken"), [(4, False), (8, True), (64, True), (192, False), (256, True)]
 )
 def test_blocks_that_hopper_takes(

@@ -80,7 +80,7 @@ def make_batch(
     slots = tables[owners, positions // block_size].long() * block_size + positions % block_size
     table_rows = torch.randperm(len(lens))
     tables[table_rows] = tables.clone()
-    plans = plan_tiles(lens, heads[0] // heads[1], heads[1], on_gpu=True)
+    plans = plan_tiles(lens, heads[0] // heads[1], heads[1], on_gpu=True, full_tiles=True)
     return AttentionBatch(
         positions.int().to(device),
         slots.int().to(device),
@@ -417,6 +417,9 @@ def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str)
 def check_paged_attention(device: str) -> None:
     for shape in SHAPES:
         _check_paged_attention(shape, device, None)
+    usual, attention.FULL_TILES = attention.FULL_TILES, 99.0  # three heads have tiles of their own
+    _check_paged_attention(SHAPES[0], device, None)
+    attention.FULL_TILES = usual
 
 
 def check_sinks(device: str) -> None:

@@ -70,7 +70,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
 def tiles_of(case: Case, batch: AttentionBatch) -> tuple[QueryTiles, ...]:
     """Wide tiles for all sequences, as those of long prompts."""
     group = case.heads[0] // case.heads[1]
-    tokens = attention.plan_tiles(np.array([64]), group, case.heads[1], True)[0].tokens
+    lens = np.array([1000])
+    tokens = attention.plan_tiles(lens, group, case.heads[1], True, full_tiles=True)[0].tokens
     pairs = [(i, s) for i, n in enumerate(case.query_lens) for s in range(0, n, tokens)]
     random.Random(0).shuffle(pairs)
     columns = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(batch.positions.device)

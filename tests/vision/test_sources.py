@@ -129,7 +129,7 @@ def test_only_allowed_hosts() -> None:
             allowed.check(url)
     with pytest.raises(ImageError, match=r"--image-host img\.example\.com"):
         AllowedHosts(()).check("https://img.example.com/")
-    with pytest.raises(ImageError, match="--image-host http://img.example.com:80$"):
+    with pytest.raises(ImageError, match=r"--image-host http://img\.example\.com:80$"):
         AllowedHosts(()).check("http://img.example.com/")
     for host in ("a/b", "*x.com", "ftp://a", "https://a/b"):
         with pytest.raises(TokenmillError, match="--image-host"):

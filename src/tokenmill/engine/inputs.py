@@ -101,11 +101,12 @@ class InputBuilder:
         device: torch.device,
         num_sliding: int = 0,
         vision: VisionSpec | None = None,
+        full_tiles: bool = False,
     ) -> None:
         """No position is `max_len` or beyond, of rows that pad a shape neither."""
         num_heads, self.kv_heads = heads
         self.block_size, self.group = block_size, num_heads // self.kv_heads
-        self.device = device
+        self.device, self.full_tiles = device, full_tiles
         self.max_len = max_len
         self.staging = Staging(device)
         width = -(-max_len // block_size)
@@ -157,7 +158,7 @@ class InputBuilder:
             np.int64,
         )
         on_gpu = self.device.type == "cuda"
-        plans = plan_tiles(lens, self.group, self.kv_heads, on_gpu, contexts)
+        plans = plan_tiles(lens, self.group, self.kv_heads, on_gpu, contexts, self.full_tiles)
         tiles = [array for plan in plans for array in (plan.seqs, plan.starts)]
         sent = self.staging.send(
             [

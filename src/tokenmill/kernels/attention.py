@@ -29,6 +29,7 @@ SHORT = 9  # most queries of a sequence that splits its keys: a token and its dr
 NARROW_ROWS = 16  # of the narrowest tile on a GPU, whatever it needs
 GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles split their keys
 MAX_SPLITS = 32
+FULL_TILES = 1.5  # times as many may they be: a Hopper GPU takes each in less than half the time
 
 
 class TilePlan(NamedTuple):
@@ -89,26 +90,25 @@ def plan_tiles(
     kv_heads: int,
     on_gpu: bool,
     contexts: np.ndarray | None = None,
+    full_tiles: bool = False,
 ) -> list[TilePlan]:
     """Cut each sequence's queries into tiles; contexts: keys before them, none unless given.
 
     On a GPU single queries, which come first, and after them the few of a token and its drafts get
     narrow tiles that split their keys; unless a result may not depend on the batch: then all tiles
-    are alike.
+    are alike. full_tiles: takes_full_tiles() of the cache.
     """
     if not on_gpu:
         return [_cut(query_lens, 0, max(1, TILE_ROWS // group))]
-    tokens = max(1, GPU_TILE_ROWS // group)
     if MODE.batch_invariant:
-        return [_cut(query_lens, 0, tokens)]
+        return [_cut(query_lens, 0, max(1, GPU_TILE_ROWS // group))]
     num_single, num_short = _leading(query_lens, 1), _leading(query_lens, SHORT)
     if query_lens[:num_short].max(initial=0) * group <= NARROW_ROWS:
         num_single = 0  # one launch: the tile of a single query is no narrower
     bounds = ((0, num_single), (num_single, num_short))
     plans = [_narrow(query_lens, *each, kv_heads) for each in bounds if each[0] < each[1]]
     if num_short < len(query_lens):
-        tokens = max(1, GPU_TILE_ROWS // (group & -group))  # rows are full: heads divide a tile
-        wide = _cut(query_lens[num_short:], num_short, tokens)
+        wide = _wide(query_lens[num_short:], num_short, group, full_tiles)
         before = wide.starts if contexts is None else wide.starts + contexts[wide.seqs]
         order = np.argsort(-before, kind="stable")  # the longest tiles start first
         plans.append(wide._replace(seqs=wide.seqs[order], starts=wide.starts[order]))
@@ -128,6 +128,17 @@ def _narrow(query_lens: np.ndarray, first: int, last: int, kv_heads: int) -> Til
     return plan._replace(rows=range(start, start + int(lens.sum())))
 
 
+def _wide(query_lens: np.ndarray, first_seq: int, group: int, full_tiles: bool) -> TilePlan:
+    """Tiles of all heads that share a KV head, or of as many as divide a tile, where that pays."""
+    together = _cut(query_lens, first_seq, max(1, GPU_TILE_ROWS // group))
+    heads = group & -group
+    if full_tiles and heads < group:
+        apart = _cut(query_lens, first_seq, GPU_TILE_ROWS // heads)
+        if len(apart.seqs) * (group // heads) <= FULL_TILES * len(together.seqs):
+            return apart
+    return together
+
+
 def num_splits(num_programs: int, enough: int = GPU_PROGRAMS) -> int:
     """Programs per tile, a power of two, so that all together fill a GPU."""
     wanted = min(MAX_SPLITS, enough // num_programs)
@@ -142,6 +153,11 @@ def _cut(query_lens: np.ndarray, first_seq: int, tokens: int, splits: int = 1) -
     index = np.arange(len(seqs)) - np.repeat(ends - counts, counts)
     starts = (index * tokens).astype(np.int32)
     return TilePlan(seqs, starts, tokens, splits)
+
+
+def takes_full_tiles(v_cache: torch.Tensor) -> bool:
+    """Whether a kernel that wants every row of a tile used attends over this cache."""
+    return use_triton(v_cache) and bool(triton_kernels("attention").hopper_takes(v_cache))
 
 
 def heads_of(tiles: QueryTiles, group: int) -> int:

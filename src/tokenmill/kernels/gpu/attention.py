@@ -371,22 +371,32 @@ def paged_attention(
 def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_heads: int) -> bool:
     """Whether kernels/gpu/hopper/prefill.py takes these tiles, which the plain kernel does too.
 
-    Prompts of some size in bfloat16, whose tiles are full.
-    A cache in fp8, other heads, blocks that are no whole part or multiple of a tile of keys, and
-    batch-invariant mode stay with the plain kernel.
+    They are those of prompts of some size, and full.
     """
-    _, kv_heads, block_size, dim = v_cache.shape
-    heads = heads_of(tiles, num_heads // kv_heads)
+    heads = heads_of(tiles, num_heads // v_cache.shape[1])
     return (
-        hopper.is_usable()
-        and q.dtype == v_cache.dtype == torch.bfloat16
-        and block_size >= HOPPER_LEAST_BLOCK
-        and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
-        and dim in HOPPER_DIMS
+        hopper_takes(v_cache)
+        and q.dtype == torch.bfloat16
         and not tiles.rows  # narrow tiles share keys
         and tiles.tokens * heads == GPU_TILE_ROWS
         and tiles.seqs.shape[0] * (num_heads // heads) >= HOPPER_ITEMS
         and q.stride(0) % 8 == 0  # rows are copied 16 bytes at a time
+    )
+
+
+def hopper_takes(v_cache: torch.Tensor) -> bool:
+    """Whether kernels/gpu/hopper/prefill.py attends over a cache like this.
+
+    A cache in fp8, other heads, blocks that are no whole part or multiple of a tile of keys, and
+    batch-invariant mode stay with the plain kernel.
+    """
+    _, _, block_size, dim = v_cache.shape
+    return (
+        hopper.is_usable()
+        and v_cache.dtype == torch.bfloat16
+        and block_size >= HOPPER_LEAST_BLOCK
+        and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
+        and dim in HOPPER_DIMS
     )
 
 
