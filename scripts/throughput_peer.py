@@ -151,38 +151,45 @@ def compare(ours: dict[str, Any] | None, theirs: float | None) -> dict[str, Any]
 
 def run_vllm(row: Row) -> None:
     """In vLLM's process: one start, then every workload after a short warm-up."""
-    from vllm import LLM, SamplingParams, TokensPrompt, __version__
-
-    begin = time.perf_counter()
     config = json.loads((SHAPES / f"{row.model}.json").read_text())
-    kinds = {"quantization": "fp8", "kv_cache_dtype": "fp8"} if row.fp8 else {}
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(config | {"torch_dtype": "bfloat16"})
         (Path(folder) / "config.json").write_text(text)
-        llm = LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True,
-            enable_prefix_caching=False, **kinds,
-        )  # fmt: skip
-    print(PEER + f'"vllm", "version": "{__version__}", "start_s": {_since(begin)}}}', flush=True)
+        llm = _start_vllm(folder, row.fp8)
+        for work in row.workloads:
+            cell = work.cell()
+            _generate(llm, cell.warmup(), config["vocab_size"])
+            count, seconds = _generate(llm, cell, config["vocab_size"])
+            assert count == cell.num_output_tokens, f"{count} of {cell.num_output_tokens} tokens"
+            say(peer="vllm", work=work.name, seconds=seconds, tok_s=count / seconds)
 
-    def generate(cell: Cell) -> tuple[int, float]:
-        prompts = make_prompts(cell, 0, 0, config["vocab_size"])
-        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
-            for n in cell.output_lens
-        ]
-        begin = time.perf_counter()
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        return sum(len(each.outputs[0].token_ids) for each in outputs), _since(begin)
 
-    for work in row.workloads:
-        cell = work.cell()
-        generate(cell.warmup())
-        count, seconds = generate(cell)
-        assert count == cell.num_output_tokens, f"{count} tokens of {cell.num_output_tokens}"
-        fields = {"work": work.name, "seconds": seconds, "tok_s": count / seconds}
-        print(PEER + f'"vllm", {json.dumps(fields)[1:]}', flush=True)
+def _start_vllm(folder: str, fp8: bool) -> Any:
+    from vllm import LLM, __version__
+
+    begin = time.perf_counter()
+    kinds = {"quantization": "fp8", "kv_cache_dtype": "fp8"} if fp8 else {}
+    llm = LLM(
+        model=folder, load_format="dummy", skip_tokenizer_init=True,
+        enable_prefix_caching=False, **kinds,
+    )  # fmt: skip
+    say(peer="vllm", version=__version__, start_s=_since(begin))
+    return llm
+
+
+def _generate(llm: Any, cell: Cell, vocab_size: int) -> tuple[int, float]:
+    """Output tokens of all requests, and the seconds that they took."""
+    from vllm import SamplingParams, TokensPrompt
+
+    prompts = make_prompts(cell, 0, 0, vocab_size)
+    inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in cell.output_lens
+    ]
+    begin = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return sum(len(each.outputs[0].token_ids) for each in outputs), _since(begin)
 
 
 def _since(begin: float) -> float:
