@@ -101,10 +101,10 @@ def our_rate(row: Row, work: Workload, seconds: float) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "tokenmill", "bench", "throughput", "--random-weights"]
     command += ["--device", "cuda", "--model", row.model, "--json-only", *work.flags]
     command += ["--dtype", "fp8", "--kv-cache-dtype", "fp8"] if row.fp8 else ["--dtype", "bf16"]
-    lines = _output(command, dict(os.environ), seconds)
-    if not lines or not lines[-1].startswith("{"):
+    reports = [line for line in _output(command, dict(os.environ), seconds) if line[:1] == "{"]
+    if not reports:
         return None
-    (cell,) = json.loads(lines[-1])["cells"].values()
+    (cell,) = json.loads(reports[-1])["cells"].values()
     ours = cell["tokenmill"]
     figures = {"tok_s": ours["output_tok_s"], "ceiling_tok_s": ours["ceiling_tok_s"]}
     say(side="tokenmill", model=row.model, work=work.name, **figures)

@@ -163,18 +163,23 @@ def test_later_keys_do_not_change_a_bit(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lens", "group", "full", "tokens"),
+    ("lens", "context", "group", "full", "tokens"),
     [
-        ([560, 300], 5, True, 128),  # 40 tiles of a head in place of 35 of five heads
-        ([560, 300], 5, False, 25),
-        ([60] * 9, 5, True, 25),  # 45 in place of 27
-        ([560], 6, True, 64),
-        ([560], 4, True, 32),
+        ([1024], 0, 5, True, 128),  # 23,040 keys are visited in place of 21,524
+        ([1024], 0, 5, False, 25),
+        ([300], 0, 5, True, 25),  # 3,420 in place of 1,950
+        ([640, 1024], 4000, 5, True, 128),  # long contexts: whose queries share a tile counts less
+        ([30] * 9, 4000, 5, True, 25),
+        ([560], 0, 6, True, 64),
+        ([560], 0, 4, True, 32),
     ],
 )
-def test_long_prompts_have_full_tiles(lens: list[int], group: int, full: bool, tokens: int) -> None:
-    """Of fewer heads, where a kernel wants them and they are not many more."""
-    (plan,) = attention.plan_tiles(np.array(lens), group, 2, True, full_tiles=full)
+def test_long_prompts_have_full_tiles(
+    lens: list[int], context: int, group: int, full: bool, tokens: int
+) -> None:
+    """Of fewer heads, where a kernel wants them and they do not visit many more keys."""
+    contexts = np.full(len(lens), context)
+    (plan,) = attention.plan_tiles(np.array(lens), group, 2, True, contexts, full)
     tiles = attention.QueryTiles.of(plan)
     assert tiles.tokens == tokens
     heads = attention.heads_of(tiles, group)
