@@ -11,6 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_encoder_parity
+import triton_gated_parity
 import triton_moe_parity
 import triton_parity
 import triton_wan_parity
@@ -29,6 +30,7 @@ CHECKS = (
     | triton_moe_parity.CHECKS
     | triton_encoder_parity.CHECKS
     | triton_wan_parity.CHECKS
+    | triton_gated_parity.CHECKS
 )
 
 
@@ -39,7 +41,7 @@ def test_kernels(kernel: str) -> None:
 
 
 def test_a_tried_product_is_the_same_by_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_trials, "_faster_by_lt", {})
+    monkeypatch.setattr(product_trials, "_second_is_faster", {})
     weight = torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 14336, device="cuda", dtype=torch.bfloat16)
     with product_trials.trials():

@@ -59,6 +59,9 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         return Tensor(self.data[key])
 
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.data)
+
 
 def _raw(x: Any) -> Any:
     return x.data if isinstance(x, Tensor) else x
@@ -129,6 +132,12 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value.data)
+
+    def load(self, layout: Any) -> Tensor:
+        return Tensor(self.data.clone())
+
 
 class Barrier:
     """Phases complete when so many arrivals, and all expected bytes, have come."""
@@ -181,7 +190,7 @@ class Descriptor:
 
 
 class Product:
-    """A product that was begun; it is computed when it is waited for."""
+    """A product that was begun; it is computed when it is waited for, and has no data before."""
 
     def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
         self.parts = (a, b, acc, use_acc)
@@ -216,12 +225,11 @@ def _multiply(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bo
 def _wait(pendings: int, deps: tuple[Any, ...]) -> Any:
     while len(PENDING.queue) > pendings:
         PENDING.queue.pop(0).finish()
-    found = [dep.value if isinstance(dep, Product) else dep for dep in deps]
-    assert all(part is not None for part in found), "what is still being computed is read"
+    found = [dep.value or dep if isinstance(dep, Product) else dep for dep in deps]
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Any:
     if isinstance(pointer.offset, int):
         assert 0 <= pointer.offset < len(pointer.storage), "a load past the end"
         found = pointer.storage[pointer.offset]
@@ -233,9 +241,22 @@ def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     return Tensor(torch.where(seen, found, other).to(found.dtype))
 
 
-def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+def _store(pointer: Pointer, value: Any, mask: Tensor | None = None) -> None:
+    if mask is None:
+        pointer.storage[pointer.offset] = _raw(value)
+        return
     seen = mask.data.expand(value.data.shape)
     pointer.storage[pointer.offset.expand(value.data.shape)[seen]] = value.data[seen]
+
+
+_ATOMIC = threading.Lock()
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Scalar:
+    with _ATOMIC:
+        found = int(pointer.storage[pointer.offset])
+        pointer.storage[pointer.offset] = found + value
+    return Scalar(found)
 
 
 def _asm(code: str, constraints: str, args: list[Tensor], dtype: Any, **_: Any) -> Tensor:
@@ -292,6 +313,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNa
         where=lambda seen, x, y: Tensor(torch.where(seen.data, _raw(x), _raw(y))),
         maximum=_largest, minimum=lambda x, y: Scalar(min(x, y)),
         max=lambda x, axis: Tensor(x.data.amax(axis)), sum=lambda x, axis: Tensor(x.data.sum(axis)),
+        exp=lambda x: Tensor(x.data.exp()), atomic_add=_atomic_add,
         convert_layout=lambda x, layout, assert_trivial=False: x, load=_load, store=_store,
         inline_asm_elementwise=_asm, allocate_shared_memory=allocate, warp_specialize=_specialize,
     )  # fmt: skip
@@ -306,7 +328,7 @@ _MBARRIER = types.SimpleNamespace(
     MBarrierLayout=lambda: None,
     wait=lambda barrier, phase: barrier.wait(phase),
     expect=lambda barrier, num_bytes: barrier.update(arrivals=1, num_bytes=num_bytes),
-    arrive=lambda barrier, count: barrier.update(arrivals=count),
+    arrive=lambda barrier, count, pred=True: pred and barrier.update(arrivals=count),
 )
 _TMA = types.SimpleNamespace(
     async_copy_global_to_shared=lambda matrix, place, barrier, target: matrix.copy(
@@ -316,17 +338,19 @@ _TMA = types.SimpleNamespace(
 
 
 def run(
-    module: types.ModuleType, kernel: str, grid: tuple[int, ...], *args: Any, **constants: Any
-) -> None:
+    module: types.ModuleType, kernel: str, grid: tuple[int, ...], *args: Any,
+    backwards: bool = False, **constants: Any,
+) -> None:  # fmt: skip
     """All programs of a kernel of `module`, one after the other."""
-    for program in itertools.product(*(range(size) for size in grid)):
+    programs = list(itertools.product(*(range(size) for size in grid)))
+    for program in reversed(programs) if backwards else programs:
         space = dict(vars(module))
         for value in vars(module).values():  # what kernels of other modules use
             if isinstance(value, JITFunction | InterpretedFunction):
                 space = value.fn.__globals__ | space
         space |= {
             "gl": _language(program, grid), "mbarrier": _MBARRIER, "tma": _TMA,
-            "wait": lambda *_: None,
+            "wait": lambda *_: None, "_barrier": lambda: None,
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": lambda n, deps: _wait(n, deps),
             "fence_async_shared": lambda: None,
         }  # fmt: skip

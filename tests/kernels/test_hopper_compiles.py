@@ -9,9 +9,9 @@ from triton.compiler import ASTSource
 
 from hopper_compiler import compiled_for_hopper, product_loops, stack_bytes
 from tokenmill.kernels.gpu import mxfp4
+from tokenmill.kernels.gpu.hopper import gated, prefill
 from tokenmill.kernels.gpu.hopper import mla as mla_hopper
 from tokenmill.kernels.gpu.hopper import moe as moe_hopper
-from tokenmill.kernels.gpu.hopper import prefill
 
 
 def tiles(*shape: int) -> str:
@@ -48,6 +48,19 @@ def test_experts_compile_and_fit(rows: int, up: bool) -> None:
         "GROUP": moe_hopper.GROUP, "EARLY": True,
     }  # fmt: skip
     compiled_for_hopper(moe_hopper.grouped_kernel, types, constants, ("n", "k"))
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128, 132, 192])
+def test_gated_products_compile_and_fit(rows: int) -> None:
+    """All sums stay in registers."""
+    (main, tail), step = gated.shape(rows), gated.STEP.value
+    types = {"x": tiles(main, step), "x_tail": tiles(tail or main, step), "out": "*bf16"}
+    types |= {"weight": tiles(gated.CHANNELS.value, step), "sums": "*fp32"}
+    types |= dict.fromkeys(("num_rows", "n", "k"), "i32")
+    constants = {"MAIN": main, "TAIL": tail, "STAGES": gated.num_stages(main, tail), "EARLY": True}
+    compiled = compiled_for_hopper(gated.gated_kernel, types, constants, ("n", "k"))
+    assert stack_bytes(compiled) <= 16
+    assert constants["STAGES"] >= 3, "one to multiply, two on their way"
 
 
 @pytest.mark.parametrize("up", [True, False])

@@ -7,7 +7,7 @@ import torch
 
 from tokenmill.kernels import matmul, product_trials
 from tokenmill.kernels.matmul import PackedWeight, adds_in_place
-from tokenmill.kernels.product_trials import MOST_ROWS, by_lt, matmul_by_lt, trials
+from tokenmill.kernels.product_trials import MOST_ROWS, Way, by_lt, matmul_by_lt, trials
 
 
 @pytest.fixture(autouse=True)
@@ -15,13 +15,13 @@ def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """No choice is known; a trial finds cuBLASLt faster for an even number of rows."""
     tried: list[int] = []
 
-    def decide(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def times(ways: tuple[Way, Way], x: torch.Tensor, weight: torch.Tensor) -> list[float]:
         tried.append(x.shape[0])
-        return x.shape[0] % 2 == 0
+        return [1.0, 0.5 + x.shape[0] % 2]
 
     monkeypatch.setattr(product_trials, "LEAST_BYTES", 6 * 5 * 4)
-    monkeypatch.setattr(product_trials, "_faster_by_lt", {})
-    monkeypatch.setattr(product_trials, "_lt_is_faster", decide)
+    monkeypatch.setattr(product_trials, "_second_is_faster", {})
+    monkeypatch.setattr(product_trials, "_times", times)
     yield tried
 
 

@@ -62,6 +62,7 @@ KERNELS = {
         "transformer",
     ),
     "triton_prefill_parity": ("prompts", "drawn_prompts", "neighbours"),
+    "triton_gated_parity": ("gated", "drawn_gated"),
     "triton_embedding_parity": ("lookup", "write", "constants"),
     "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
 }

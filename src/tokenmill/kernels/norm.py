@@ -16,6 +16,7 @@ from tokenmill.kernels.matmul import (
     matmul,
     quantize_rows_reference,
 )
+from tokenmill.kernels.product_trials import second_is_faster
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -172,11 +173,43 @@ def norm_matmul_gated(
     activation: Activation = "silu",
 ) -> torch.Tensor | QuantizedRows:
     """act_and_mul of the same product with gate and up stacked in W, [m, k] -> [m, n / 2]."""
-    if isinstance(activation, str) and rounding is None and _one_kernel(x, weight, delta):
-        skinny = triton_kernels("matmul").skinny_matmul
-        out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps), gated=activation)
-        return out
-    return act_and_mul(norm_matmul(x, norm, eps, weight, bias, delta), rounding, activation)
+    if _one_kernel(x, weight, delta):
+        if isinstance(activation, str) and rounding is None:
+            skinny = triton_kernels("matmul").skinny_matmul
+            out: torch.Tensor = skinny(x, weight, bias, norm=(norm, eps), gated=activation)
+            return out
+        return act_and_mul(norm_matmul(x, norm, eps, weight, bias), rounding, activation)
+    rows = rms_norm(x, norm, eps, weight.rounding, delta)
+    if rounding is None and bias is None and activation == "silu" and _gates_itself(rows, weight):
+        assert isinstance(rows, torch.Tensor)
+        return _product_that_gates(rows, weight.data)
+    return act_and_mul(matmul(rows, weight, bias), rounding, activation)
+
+
+def _gates_itself(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:
+    """True where one kernel for Hopper computes the product and its gate, unless a trial was lost.
+
+    Kernels that no trial was held for run, too: so the warm-up knows all that are to be compiled.
+    """
+    if not use_triton(weight.data, "gated_product") or not isinstance(x, torch.Tensor):
+        return False
+    suits = triton_kernels("hopper.gated").suits
+    if x.shape[0] <= SKINNY_ROWS or not suits(x.shape[0], weight.data):
+        return False
+    ways = _product_and_gate, _product_that_gates
+    return second_is_faster(ways, x, weight.data, untried=True)
+
+
+def _product_and_gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    packed = PackedWeight(weight, None, *weight.shape, tiled=False)
+    gated = act_and_mul(matmul(x, packed))
+    assert isinstance(gated, torch.Tensor)
+    return gated
+
+
+def _product_that_gates(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gated: torch.Tensor = triton_kernels("hopper.gated").gated_product(x, weight)
+    return gated
 
 
 def _one_kernel(x: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Products of few rows in bf16 by cuBLAS or by cuBLASLt: by the one that was faster in a trial.
+"""Products of few rows in bf16 that can be computed in two ways: by the one that won a trial.
 
 torch asks cuBLAS for x W^T, and cuBLASLt for x W^T + bias. Both read the same weights, but each
 chooses its kernels by rules of its own, up to 15 % apart. A bias of zeros asks for the second one.
@@ -19,7 +19,9 @@ REPEATS = 4
 WORTH = 0.97  # of cuBLAS's time: a residual is then added by the norm that follows
 SCRUB_BYTES = 128 * 2**20  # more than an L2 holds; twice, so that the host launches ahead of it
 
-_faster_by_lt: dict[tuple[int, int, int], bool] = {}  # by rows, n and k
+Way = Callable[[torch.Tensor, torch.Tensor], object]  # of x[m, k] and weight[n, k]
+
+_second_is_faster: dict[tuple[Way, Way, int, int, int], bool] = {}  # by ways, rows, n and k
 _trying = False
 
 
@@ -34,16 +36,28 @@ def trials() -> Iterator[None]:
         _trying = False
 
 
-def by_lt(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where x[m, k] @ weight[n, k].T is cuBLASLt's; where nothing was tried, cuBLAS's."""
-    key = x.shape[0], *weight.shape
-    if _trying and key not in _faster_by_lt and _is_worth_it(key[0], weight.nbytes):
-        _faster_by_lt[key] = _lt_is_faster(x, weight)
-    return _faster_by_lt.get(key, False)
+def second_is_faster(
+    ways: tuple[Way, Way],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    worth: float = 1.0,
+    untried: bool = False,
+) -> bool:
+    """Whether the second way took less than `worth` of the first one's time; else `untried`."""
+    key = *ways, x.shape[0], *weight.shape
+    if _trying and key not in _second_is_faster and _is_worth_it(x.shape[0], weight.nbytes):
+        first, second = _times(ways, x, weight)
+        _second_is_faster[key] = second < worth * first
+    return _second_is_faster.get(key, untried)
 
 
 def _is_worth_it(rows: int, num_bytes: int) -> bool:
     return rows <= MOST_ROWS and num_bytes >= LEAST_BYTES
+
+
+def by_lt(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True where x[m, k] @ weight[n, k].T is cuBLASLt's; where nothing was tried, cuBLAS's."""
+    return second_is_faster((linear, matmul_by_lt), x, weight, WORTH)
 
 
 def matmul_by_lt(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -51,21 +65,19 @@ def matmul_by_lt(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return linear(x, weight, _no_bias(weight.shape[0], weight.dtype, weight.device))
 
 
-def _lt_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Both ways in turns, each with weights that are not in the L2 any more."""
+def _times(ways: tuple[Way, Way], x: torch.Tensor, weight: torch.Tensor) -> list[float]:
+    """Milliseconds of both ways, in turns, with weights that are not in the L2 any more."""
     scrub = torch.empty(SCRUB_BYTES, dtype=torch.uint8, device=x.device)
-    ways = linear, matmul_by_lt
     for way in ways:
         way(x, weight)  # picks its kernel
     times = [[_events(functools.partial(way, x, weight), scrub) for way in ways]
              for _ in range(REPEATS)]  # fmt: skip
     torch.cuda.synchronize(x.device)
-    plain, lt = (min(row[i][0].elapsed_time(row[i][1]) for row in times) for i in range(2))
-    return bool(lt < WORTH * plain)
+    return [min(row[i][0].elapsed_time(row[i][1]) for row in times) for i in range(2)]
 
 
 def _events(
-    product: Callable[[], torch.Tensor], scrub: torch.Tensor
+    product: Callable[[], object], scrub: torch.Tensor
 ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     scrub.zero_()
