@@ -202,3 +202,12 @@ def test_blocks_that_hopper_takes(
     cache = torch.zeros(2, 8, block_size, 128, dtype=torch.bfloat16)
     tiles = attention.QueryTiles.of(plan, "cpu")
     assert gpu.suits_hopper(q, cache, tiles, 32) is taken
+
+
+def test_tiles_with_the_most_keys_start_first() -> None:
+    """Of sequences that decode, and of prompts beside them."""
+    lens, contexts = np.array([1, 1, 1, 200, 300]), np.array([50, 900, 70, 0, 400])
+    singles, prompts = attention.plan_tiles(lens, 4, 8, True, contexts)
+    assert singles.seqs.tolist() == [1, 2, 0] and not singles.starts.any()
+    keys = prompts.starts + contexts[prompts.seqs]
+    assert (np.diff(keys) <= 0).all() and set(prompts.seqs) == {3, 4}

@@ -96,25 +96,32 @@ def plan_tiles(
 
     On a GPU single queries, which come first, and after them the few of a token and its drafts get
     narrow tiles that split their keys; unless a result may not depend on the batch: then all tiles
-    are alike. full_tiles: takes_full_tiles() of the cache.
+    are alike. Tiles with the most keys start first. full_tiles: takes_full_tiles() of the cache.
     """
     if not on_gpu:
         return [_cut(query_lens, 0, max(1, TILE_ROWS // group))]
     if MODE.batch_invariant:
         return [_cut(query_lens, 0, max(1, GPU_TILE_ROWS // group))]
+    if contexts is None:
+        contexts = np.zeros_like(query_lens)
     num_single, num_short = _leading(query_lens, 1), _leading(query_lens, SHORT)
     if query_lens[:num_short].max(initial=0) * group <= NARROW_ROWS:
         num_single = 0  # one launch: the tile of a single query is no narrower
     bounds = ((0, num_single), (num_single, num_short))
     plans = [_narrow(query_lens, *each, kv_heads) for each in bounds if each[0] < each[1]]
     if num_short < len(query_lens):
-        if contexts is None:
-            contexts = np.zeros_like(query_lens)
-        wide = _wide(query_lens, contexts, num_short, group, full_tiles)
-        before = wide.starts + contexts[wide.seqs]
-        order = np.argsort(-before, kind="stable")  # the longest tiles start first
-        plans.append(wide._replace(seqs=wide.seqs[order], starts=wide.starts[order]))
-    return plans
+        plans.append(_wide(query_lens, contexts, num_short, group, full_tiles))
+    return [_longest_first(plan, contexts) for plan in plans]
+
+
+def _longest_first(plan: TilePlan, contexts: np.ndarray) -> TilePlan:
+    order = longest_first(plan.starts + contexts[plan.seqs])
+    return plan._replace(seqs=plan.seqs[order], starts=plan.starts[order])
+
+
+def longest_first(num_keys: np.ndarray) -> np.ndarray:
+    """The order of tiles by the keys before them: a GPU ends together what it starts so."""
+    return np.argsort(-num_keys, kind="stable")
 
 
 def _leading(query_lens: np.ndarray, most: int) -> int:

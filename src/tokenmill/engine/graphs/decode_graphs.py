@@ -11,6 +11,7 @@ from tokenmill.engine.graphs.capture import CaptureReport, Job, capturing, jobs_
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.inputs import InputBuilder, newest_token
 from tokenmill.engine.model import KVCache, Model
+from tokenmill.kernels.attention import longest_first
 from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Sequence
 
@@ -36,9 +37,10 @@ class Decoded:
 class DecodeGraphs:
     """Forward passes of one token per sequence, captured once and replayed.
 
-    All graphs read one input buffer: ids, contexts and slots, so that a step is one small copy and
-    one launch. A graph ends by noting the greedy tokens as the newest ones of their sequences. Rows
-    beyond the batch use the block tables' last row, which no sequence owns.
+    All graphs read one input buffer: ids, contexts, slots, and the order in which sequences attend,
+    so that a step is one small copy and one launch. A graph ends by noting the greedy tokens as the
+    newest ones of their sequences. Rows beyond the batch use the block tables' last row, which no
+    sequence owns.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class DecodeGraphs:
         self.sizes, self.max_size = sizes or graph_sizes(max_size), max_size
         self.report = CaptureReport()
         self.stride = max_size + -max_size % 4
-        self.inputs = torch.zeros(3, self.stride, dtype=torch.int32, device=builder.device)
+        self.inputs = torch.zeros(4, self.stride, dtype=torch.int32, device=builder.device)
         self.inputs[2] = builder.tables.pad_row
+        torch.arange(self.stride, out=self.inputs[3])
         self._graphs: dict[int, Captured] = {}
 
     def jobs(self, pool: Any) -> list[Job]:
@@ -76,14 +79,15 @@ class DecodeGraphs:
         self._graphs[size] = Captured(graph, decoded)
 
     def _decode(self, size: int) -> Decoded:
-        """A step over views of the input buffer; its tiles are the same in every step."""
+        """A step over views of the input buffer; only the order of its tiles changes."""
         builder = self.builder
-        staged, contexts, slots = self.inputs[:, :size]
+        staged, contexts, slots, order = self.inputs[:, :size]
         last_tokens = builder.last_tokens
         ids, cache_slots = builder.place_known(staged, contexts, slots)
-        starts, tiles = builder.even(size, 1)
+        starts, (tiles,) = builder.even(size, 1)
+        tiles = replace(tiles, seqs=order)
         turned = builder.turned(contexts, slots)
-        placed = builder.attention(turned, cache_slots, starts, contexts, slots, tiles)
+        placed = builder.attention(turned, cache_slots, starts, contexts, slots, (tiles,))
         logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
         best = argmax(logits)
         last_tokens.index_copy_(0, slots.long(), best)
@@ -96,13 +100,14 @@ class DecodeGraphs:
         self.report.count(count, size)
         if size is None:
             return None
-        host = self.builder.staging.buffer(3 * self.stride)
-        image = host.numpy().reshape(3, self.stride)
+        host = self.builder.staging.buffer(self.inputs.numel())
+        image = host.numpy().reshape(4, self.stride)
         image[0, :count] = [newest_token(seq) for seq in seqs]
         image[1, :count] = [seq.num_computed_tokens for seq in seqs]
         image[2, :count] = [seq.slot for seq in seqs]
         image[:2, count:size] = 0
         image[2, count:size] = self.builder.tables.pad_row
+        image[3, :size] = longest_first(image[1, :size])
         self.inputs.view(-1).copy_(host, non_blocking=True)
         captured = self._graphs[size]
         captured.graph.replay()
