@@ -14,6 +14,7 @@ import triton_prefill_parity as parity
 from tokenmill.kernels import MODE, attention, triton_kernels
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels.pages import Pages, plan_pages
 
 pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
 
@@ -33,9 +34,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[QueryTiles]:
 
 
 def inputs(
-    lens: list[int], contexts: list[int], heads: tuple[int, int] = (32, 8), dim: int = 128
+    lens: list[int],
+    contexts: list[int],
+    heads: tuple[int, int] = (32, 8),
+    dim: int = 128,
+    unpacked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, int]:
-    """Arguments of paged_attention; blocks of 64 in any order."""
+    """Arguments of paged_attention; blocks of 64 in any order. Unpacked: of a cache in fp8."""
     torch.manual_seed(0)
     width = max(-(-(n + c) // 64) for n, c in zip(lens, contexts, strict=True))
     group = heads[0] // heads[1]
@@ -45,11 +50,18 @@ def inputs(
     qkv = torch.randn(sum(lens), (heads[0] + 2 * heads[1]) * dim, device="cuda") * dim**-0.5
     starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32, device="cuda")
     nothing = torch.zeros(1, dtype=torch.int32, device="cuda")
+    pages = None
+    if unpacked:
+        rows = np.arange(len(lens))
+        plan = plan_pages(plans, np.array(lens), np.array(contexts), rows, 64, shape[0])
+        assert plan is not None
+        pages = Pages(*(torch.tensor(part, dtype=torch.int32, device="cuda") for part in plan))
+        k_cache, v_cache = (cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache))
     batch = AttentionBatch(
         nothing, nothing, starts, torch.tensor(contexts, dtype=torch.int32, device="cuda"),
         torch.randperm(shape[0], device="cuda").int().view(len(lens), width),
         torch.arange(len(lens), dtype=torch.int32, device="cuda"),
-        tuple(QueryTiles.of(plan, "cuda") for plan in plans),
+        tuple(QueryTiles.of(plan, "cuda") for plan in plans), pages=pages,
     )  # fmt: skip
     return qkv.bfloat16()[:, : heads[0] * dim], k_cache, v_cache, batch, heads[0]
 
@@ -92,6 +104,38 @@ def test_large_sizes_follow_the_reference_in_a_graph(
         again = attention.paged_attention(*own)
     graph.replay()
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize(
+    ("lens", "contexts", "heads", "dim"),
+    [
+        ([4000], [0], (32, 8), 128),
+        ([1, 1, 700, 1300, 10], [900, 64, 0, 3000, 128], (32, 8), 128),
+        ([1000, 2000], [0, 100], (40, 8), 128),
+        ([1000, 513], [0, 77], (64, 8), 64),
+    ],
+)
+def test_prompts_over_an_fp8_cache_follow_the_reference(
+    lens: list[int],
+    contexts: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    launches: list[QueryTiles],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their pages are unpacked; for a window and in batch-invariant mode they are not."""
+    own = inputs(lens, contexts, heads, dim, unpacked=True)
+    q, k_cache, v_cache, batch, _ = own
+    found = attention.paged_attention(*own)
+    expected = attention.paged_attention_reference(
+        q.float(), k_cache.float(), v_cache.float(), batch, heads[0]
+    )
+    assert len(launches) == 1
+    assert parity.error(found, expected) < parity.LIMIT
+    attention.paged_attention(*own, window=300)
+    monkeypatch.setattr(MODE, "batch_invariant", True)
+    attention.paged_attention(*own)
+    assert len(launches) == 1
 
 
 def test_windows_and_sinks_follow_the_plain_kernel(

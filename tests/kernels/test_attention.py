@@ -201,7 +201,8 @@ def test_blocks_that_hopper_takes(
     q = torch.zeros(900, 32 * 128, dtype=torch.bfloat16)
     cache = torch.zeros(2, 8, block_size, 128, dtype=torch.bfloat16)
     tiles = attention.QueryTiles.of(plan, "cpu")
-    assert gpu.suits_hopper(q, cache, tiles, 32) is taken
+    batch = make_batch([900], [0], 16, 4)
+    assert gpu.suits_hopper(q, cache, tiles, batch, 32, 0) is taken
 
 
 def test_tiles_with_the_most_keys_start_first() -> None:

@@ -23,6 +23,7 @@ KERNELS = {
         "place_tokens",
         "drafts",
         "copy_blocks",
+        "unpack",
         "rope_and_cache",
         "spread_keys",
         "paged_attention",

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from tokenmill.kernels import MODE, attention, blocks, drafts, norm
+from tokenmill.kernels import MODE, attention, blocks, drafts, norm, pages
 from tokenmill.kernels import matmul as mm
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
 from tokenmill.kernels.gpu import blocks as gpu_blocks
 from tokenmill.kernels.gpu import drafts as gpu_drafts
 from tokenmill.kernels.gpu import matmul as gpu_matmul
+from tokenmill.kernels.gpu import pages as gpu_pages
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 from tokenmill.layers.linear import Linear
@@ -163,6 +164,19 @@ def assert_same_rows(found: tuple, expected: torch.Tensor | QuantizedRows) -> No
     torch.testing.assert_close(scales, expected.scales)
     torch.testing.assert_close(values.float(), expected.values.float(), atol=0.002, rtol=0.13)
     assert (values.float() != expected.values.float()).float().mean() < 0.01
+
+
+def check_unpack(device: str) -> None:
+    """Pages of an fp8 cache, some of them twice, in parts that end within a page and not."""
+    for shape in ((9, 2, 16, 64), (9, 3, 8, 64), (9, 8, 64, 128)):
+        k_cache, v_cache = torch.randn(2, *shape, device=device).to(torch.float8_e4m3fn)
+        tables = torch.randint(0, 9, (4, 5), dtype=torch.int32, device=device)
+        rows = torch.randint(0, 4, (7,), dtype=torch.int32, device=device)
+        columns = torch.randint(0, 5, (7,), dtype=torch.int32, device=device)
+        arguments = k_cache, v_cache, tables, rows, columns
+        expected = pages.unpack_reference(*arguments)
+        for ours, theirs in zip(gpu_pages.unpack(*arguments), expected, strict=True):
+            assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
 
 
 def check_rms_norm(device: str) -> None:
@@ -510,6 +524,7 @@ CHECKS = {
     "place_tokens": check_place_tokens,
     "drafts": check_drafts,
     "copy_blocks": check_copy_blocks,
+    "unpack": check_unpack,
     "quantize_rows": check_quantize_rows,
     "twice_rounded": check_twice_rounded,
     "matmul": check_matmul,

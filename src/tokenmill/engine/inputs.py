@@ -17,6 +17,7 @@ from tokenmill.kernels.attention import (
     plan_tiles,
 )
 from tokenmill.kernels.drafts import place_drafts
+from tokenmill.kernels.pages import Pages, plan_pages
 from tokenmill.sched.sequence import Batch, Item, Sequence, num_drafts
 
 Slots = tuple[torch.Tensor, ...]  # [tokens] each: by full layers' blocks, then each sliding group's
@@ -102,11 +103,15 @@ class InputBuilder:
         num_sliding: int = 0,
         vision: VisionSpec | None = None,
         full_tiles: bool = False,
+        most_pages: int = 0,
     ) -> None:
-        """No position is `max_len` or beyond, of rows that pad a shape neither."""
+        """No position is `max_len` or beyond, of rows that pad a shape neither.
+
+        full_tiles and most_pages: what kernels/attention.py and kernels/pages.py say of the cache.
+        """
         num_heads, self.kv_heads = heads
         self.block_size, self.group = block_size, num_heads // self.kv_heads
-        self.device, self.full_tiles = device, full_tiles
+        self.device, self.full_tiles, self.most_pages = device, full_tiles, most_pages
         self.max_len = max_len
         self.staging = Staging(device)
         width = -(-max_len // block_size)
@@ -160,6 +165,7 @@ class InputBuilder:
         on_gpu = self.device.type == "cuda"
         plans = plan_tiles(lens, self.group, self.kv_heads, on_gpu, contexts, self.full_tiles)
         tiles = [array for plan in plans for array in (plan.seqs, plan.starts)]
+        pages = plan_pages(plans, lens, contexts, rows, self.block_size, self.most_pages)
         sent = self.staging.send(
             [
                 token_ids,
@@ -171,19 +177,22 @@ class InputBuilder:
                 ends,
                 rows[ready],
                 *tiles,
+                *(pages or ()),
                 *self._turned_known(items, starts, positions),
             ]
         )
         turned = sent.pop() if self._merge else sent[1]
         staged, places, token_rows, query_starts, context_lens, table_rows, lasts, slots = sent[:8]
         ids, cache_slots = self.place_known(staged, places, token_rows)
+        tiled, paged = sent[8 : 8 + len(tiles)], sent[8 + len(tiles) :]
         planned = tuple(
             QueryTiles(seqs, first, plan.tokens, plan.splits, plan.rows)
-            for plan, seqs, first in zip(plans, sent[8::2], sent[9::2], strict=True)
+            for plan, seqs, first in zip(plans, tiled[::2], tiled[1::2], strict=True)
         )
         attention = self.attention(
-            turned, cache_slots, query_starts, context_lens, table_rows, planned
-        )
+            turned, cache_slots, query_starts, context_lens, table_rows, planned,
+            Pages(*paged) if paged else None,
+        )  # fmt: skip
         return Inputs(self.ids(ids), attention, ready, [beyond[i] for i in ready], lasts, slots)
 
     def _turned_known(
@@ -263,6 +272,7 @@ class InputBuilder:
         context_lens: torch.Tensor,
         rows: torch.Tensor,
         tiles: tuple[QueryTiles, ...],
+        pages: Pages | None = None,
     ) -> AttentionBatch:
         """A batch of sequences whose table rows these are; slots by each table."""
         tables = [self.tables.tensor, *self.tables.sliding]
@@ -280,6 +290,7 @@ class InputBuilder:
                 block_tables=table,
                 table_rows=rows,
                 tiles=tiles,
+                pages=pages,
             )
             for slots, table in zip(cache_slots, tables, strict=True)
         )

@@ -32,6 +32,7 @@ from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.sampling.step_sampler import StepSampler
 from tokenmill.engine.warm_up import FEW, Step, blank_image, image_batches, warm_up_batch
 from tokenmill.kernels.attention import takes_full_tiles
+from tokenmill.kernels.pages import most_pages
 from tokenmill.kernels.product_trials import trials
 from tokenmill.sched.sequence import Batch
 
@@ -64,6 +65,7 @@ class ModelRunner:
             sliding.num_groups,
             spec.vision,
             takes_full_tiles(kv_cache[0][1]),
+            most_pages(kv_cache[0][1]),
         )
         self.images = None
         if spec.vision is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from tokenmill.kernels import (
     triton_kernels,
     use_triton,
 )
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.pages import Pages
 
 TILE_ROWS = 96  # query rows that share one pass over the keys on CPU
 GPU_TILE_ROWS = 128
@@ -75,6 +78,7 @@ class AttentionBatch:
     # Where a step is captured in pieces: called as between(attend, *tensors), it takes what attends
     # and calls attend(*tensors, batch) itself between two pieces. The last tensor is the output.
     between: Callable[..., object] | None = None
+    pages: Pages | None = None  # those that prompts read, where a kernel wants them unpacked
 
     def attend(self, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
         """Call attend(*tensors, batch) now, or let it be called between two pieces of a step."""
@@ -145,13 +149,13 @@ def _wide(
     heads = group & -group
     if full_tiles and heads < group:
         apart = _cut(query_lens[first:], first, GPU_TILE_ROWS // heads)
-        keys, fewer = (_num_keys(plan, query_lens, contexts) for plan in (apart, together))
+        keys, fewer = (num_visited_keys(plan, query_lens, contexts) for plan in (apart, together))
         if keys * (group // heads) <= FULL_TILES * fewer:
             return apart
     return together
 
 
-def _num_keys(plan: TilePlan, query_lens: np.ndarray, contexts: np.ndarray) -> int:
+def num_visited_keys(plan: TilePlan, query_lens: np.ndarray, contexts: np.ndarray) -> int:
     """How many keys all tiles visit: each those up to its last query."""
     ends = np.minimum(plan.starts + plan.tokens, query_lens[plan.seqs])
     return int((contexts[plan.seqs] + ends).sum())

@@ -201,8 +201,8 @@ def _gates_itself(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool
 
 
 def _product_and_gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    packed = PackedWeight(weight, None, *weight.shape, tiled=False)
-    gated = act_and_mul(matmul(x, packed))
+    n, k = weight.shape
+    gated = act_and_mul(matmul(x, PackedWeight(weight, None, n, k, tiled=False)))
     assert isinstance(gated, torch.Tensor)
     return gated
 

@@ -21,6 +21,7 @@ from tokenmill.kernels.attention import GPU_TILE_ROWS, heads_of, spread_width
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
+from tokenmill.kernels.pages import unpack_pages
 
 if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
@@ -332,7 +333,9 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> None:
     """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
-    if suits_hopper(q, v_cache, tiles, num_heads):
+    if suits_hopper(q, v_cache, tiles, batch, num_heads, window):
+        if batch.pages is not None:
+            k_cache, v_cache, batch = unpack_pages(k_cache, v_cache, batch)
         triton_kernels("hopper.prefill").launch(
             q, out, k_cache, v_cache, tiles, batch, num_heads, window, sinks
         )
@@ -368,14 +371,23 @@ def paged_attention(
         )  # fmt: skip
 
 
-def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_heads: int) -> bool:
+def suits_hopper(
+    q: torch.Tensor,
+    v_cache: torch.Tensor,
+    tiles: QueryTiles,
+    batch: AttentionBatch,
+    num_heads: int,
+    window: int,
+) -> bool:
     """Whether kernels/gpu/hopper/prefill.py takes these tiles, which the plain kernel does too.
 
-    They are those of prompts of some size, and full.
+    They are those of prompts of some size, and full. Of an fp8 cache all their pages are to be
+    unpacked, of which a window needs a few.
     """
     heads = heads_of(tiles, num_heads // v_cache.shape[1])
     return (
         hopper_takes(v_cache)
+        and (v_cache.dtype == torch.bfloat16 or (batch.pages is not None and not window))
         and q.dtype == torch.bfloat16
         and not tiles.rows  # narrow tiles share keys
         and tiles.tokens * heads == GPU_TILE_ROWS
@@ -385,15 +397,15 @@ def suits_hopper(q: torch.Tensor, v_cache: torch.Tensor, tiles: QueryTiles, num_
 
 
 def hopper_takes(v_cache: torch.Tensor) -> bool:
-    """Whether kernels/gpu/hopper/prefill.py attends over a cache like this.
+    """Whether kernels/gpu/hopper/prefill.py attends over a cache like this, or its pages unpacked.
 
-    A cache in fp8, other heads, blocks that are no whole part or multiple of a tile of keys, and
-    batch-invariant mode stay with the plain kernel.
+    Other heads, blocks that are no whole part or multiple of a tile of keys, and batch-invariant
+    mode stay with the plain kernel.
     """
     _, _, block_size, dim = v_cache.shape
     return (
         hopper.is_usable()
-        and v_cache.dtype == torch.bfloat16
+        and v_cache.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and block_size >= HOPPER_LEAST_BLOCK
         and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
         and dim in HOPPER_DIMS

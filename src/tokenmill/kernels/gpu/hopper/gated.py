@@ -243,10 +243,10 @@ def gated_kernel(
     """x, x_tail: tiles [MAIN, STEP] and [TAIL, STEP] of x; weight: tiles [CHANNELS, STEP]."""
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * CHANNELS, STEP], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MAIN, STEP], TILE)
-    rings = (weights, values)
+    tails = values
     if TAIL:
         tails = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TAIL, STEP], TILE)
-        rings = (weights, values, tails)
+    rings = (weights, values, tails)
     results = gl.allocate_shared_memory(gl.bfloat16, [2, MAIN, PIECE], TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
