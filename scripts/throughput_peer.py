@@ -4,8 +4,9 @@
 
 Weights are random on both sides, prefix caches are off, and all requests arrive at once: they are
 those of `tokenmill bench throughput --lengths`, token by token. A row is one model, type and one or
-more workloads; vLLM starts once for a row. DIR is a folder, or a list of them, that vLLM and what
-it needs can be imported from; without it vLLM is imported from where this Python has it.
+more workloads; vLLM starts once for a row, and is imported while tokenmill runs. DIR is a folder,
+or a list of them, that vLLM and what it needs can be imported from; without it vLLM is imported
+from where this Python has it.
 
 Every figure is printed as soon as it is known. A side that fails or takes longer than --seconds is
 named with the end of its output, and the next one runs. The last line is one JSON object: of each
@@ -85,8 +86,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in args.rows:
         row = ROWS[name]
+        vllm = start_vllm(name, args.vllm_site)
         ours = {work.name: our_rate(row, work, args.seconds) for work in row.workloads}
-        theirs = vllm_rates(name, args)
+        theirs = vllm_rates(vllm, args.seconds)
         found[name] = {work: compare(ours[work], theirs.get(work)) for work in ours}
         say(row=name, **found[name])
     say(benchmark="throughput-peer", weights="random", rows=found)
@@ -101,7 +103,8 @@ def our_rate(row: Row, work: Workload, seconds: float) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "tokenmill", "bench", "throughput", "--random-weights"]
     command += ["--device", "cuda", "--model", row.model, "--json-only", *work.flags]
     command += ["--dtype", "fp8", "--kv-cache-dtype", "fp8"] if row.fp8 else ["--dtype", "bf16"]
-    reports = [line for line in _output(command, dict(os.environ), seconds) if line[:1] == "{"]
+    lines = Process(command, dict(os.environ)).output(seconds)
+    reports = [line for line in lines if line[:1] == "{"]
     if not reports:
         return None
     (cell,) = json.loads(reports[-1])["cells"].values()
@@ -111,31 +114,44 @@ def our_rate(row: Row, work: Workload, seconds: float) -> dict[str, Any] | None:
     return figures
 
 
-def vllm_rates(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """Output tokens/s of vLLM by workload, as far as it came."""
+def start_vllm(name: str, site: str) -> Process:
+    """A process that has vLLM imported, or is about to, and then waits to be asked for output."""
     env = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [args.vllm_site, str(SOURCE)]))
-    command = [sys.executable, __file__, "--peer", name]
-    lines = _output(command, env, args.seconds)
-    rows = [json.loads(line) for line in lines if line.startswith(PEER)]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [site, str(SOURCE)]))
+    return Process([sys.executable, __file__, "--peer", name], env)
+
+
+def vllm_rates(vllm: Process, seconds: float) -> dict[str, float]:
+    """Output tokens/s of vLLM by workload, as far as it came."""
+    rows = [json.loads(line) for line in vllm.output(seconds) if line.startswith(PEER)]
     return {row["work"]: row["tok_s"] for row in rows if "work" in row}
 
 
-def _output(command: list[str], env: dict[str, str], seconds: float) -> list[str]:
-    """The lines that a process printed; where it failed, its last words are printed here."""
-    with tempfile.TemporaryFile("w+", errors="replace") as out:
+class Process:
+    """A command under way, which may wait for a line of input before it begins."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._command = command
+        self._out = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._child = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=self._out, stderr=subprocess.STDOUT
+        )
+
+    def output(self, seconds: float) -> list[str]:
+        """The lines that it prints; where it fails, its last words are printed here."""
         try:
-            code: int | None = subprocess.run(
-                command, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=seconds
-            ).returncode
+            self._child.communicate(b"\n", timeout=seconds)
+            why = f"ended with status {self._child.returncode}"
         except subprocess.TimeoutExpired:
-            code = None
-        out.seek(0)
-        lines = out.read().splitlines()
-    if code != 0:
-        why = f"took more than {seconds:g} s" if code is None else f"ended with status {code}"
-        say(failed=" ".join(command[1:5]), why=why, end="\n".join(lines)[-1500:])
-    return [line for line in lines if line.strip()]
+            self._child.kill()
+            self._child.wait()
+            why = f"took more than {seconds:g} s"
+        with self._out:
+            self._out.seek(0)
+            lines = self._out.read().splitlines()
+        if self._child.returncode != 0:
+            say(failed=" ".join(self._command[1:5]), why=why, end="\n".join(lines)[-1500:])
+        return [line for line in lines if line.strip()]
 
 
 def compare(ours: dict[str, Any] | None, theirs: float | None) -> dict[str, Any]:
@@ -150,7 +166,12 @@ def compare(ours: dict[str, Any] | None, theirs: float | None) -> dict[str, Any]
 
 
 def run_vllm(row: Row) -> None:
-    """In vLLM's process: one start, then every workload after a short warm-up."""
+    """In vLLM's process: one start when asked to, then every workload after a short warm-up."""
+    import vllm
+
+    if not sys.stdin.readline():
+        sys.exit("nobody waits for vLLM's figures any more")
+    say(peer="vllm", version=vllm.__version__)
     config = json.loads((SHAPES / f"{row.model}.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(config | {"torch_dtype": "bfloat16"})
@@ -165,7 +186,7 @@ def run_vllm(row: Row) -> None:
 
 
 def _start_vllm(folder: str, fp8: bool) -> Any:
-    from vllm import LLM, __version__
+    from vllm import LLM
 
     begin = time.perf_counter()
     kinds = {"quantization": "fp8", "kv_cache_dtype": "fp8"} if fp8 else {}
@@ -173,7 +194,7 @@ def _start_vllm(folder: str, fp8: bool) -> Any:
         model=folder, load_format="dummy", skip_tokenizer_init=True,
         enable_prefix_caching=False, **kinds,
     )  # fmt: skip
-    say(peer="vllm", version=__version__, start_s=_since(begin))
+    say(peer="vllm", start_s=_since(begin))
     return llm
 
 

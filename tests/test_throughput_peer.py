@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,21 +32,22 @@ def test_vllm_gets_every_workload_of_a_row(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text(STAND_IN)
     path = f"{tmp_path}:{throughput_peer.SOURCE}"
     command = [sys.executable, throughput_peer.__file__, "--peer", "8b-fp8"]
-    done = subprocess.run(
-        command, env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
-    start, *rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert start["peer"] == "vllm" and start["version"] == "0"
+    lines = throughput_peer.Process(command, {"PYTHONPATH": path}).output(120)
+    imported, start, *rows = [json.loads(line) for line in lines]
+    assert imported == {"peer": "vllm", "version": "0"} and start["start_s"] >= 0
     assert [row["work"] for row in rows] == [work.name for work in ROWS["8b-fp8"].workloads]
 
 
 def test_a_process_that_fails_is_named_and_leaves_no_figure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = throughput_peer._output([sys.executable, "-c", "print('out'); exit(3)"], {}, 60)
-    assert lines == ["out"]
+    fails = throughput_peer.Process([sys.executable, "-c", "print('out'); exit(3)"], {})
+    assert fails.output(60) == ["out"]
     said = json.loads(capsys.readouterr().out)
     assert said["why"] == "ended with status 3" and said["end"] == "out"
+    hangs = throughput_peer.Process([sys.executable, "-c", "import time; time.sleep(99)"], {})
+    assert hangs.output(0.1) == []
+    assert json.loads(capsys.readouterr().out)["why"] == "took more than 0.1 s"
     assert compare(None, 10.0)["ratio"] is None
     assert compare({"tok_s": 21.0, "ceiling_tok_s": 30.0}, 20.0) == {
         "tokenmill_tok_s": 21.0, "of_ceiling": 0.7, "vllm_tok_s": 20.0, "ratio": 1.05,
