@@ -25,6 +25,7 @@ KERNELS = {
         "copy_blocks",
         "unpack",
         "rope_and_cache",
+        "rope_own_bits",
         "spread_keys",
         "paged_attention",
         "sinks",

@@ -357,9 +357,12 @@ SHAPES = (
 )
 
 
-def _inputs(shape: tuple[int, int, int, int, int, bool], device: str) -> tuple:
+def _inputs(
+    shape: tuple[int, int, int, int, int, bool], device: str, query_lens: tuple = (1, 1, 5, 40, 33)
+) -> tuple:
     heads, kv_heads, dim, block_size, _, normed = shape
-    batch = make_batch([1, 1, 5, 40, 33], [0, 37, 11, 50, 0], block_size, (heads, kv_heads), device)
+    contexts = [0, 37, 11, 50, 0][: len(query_lens)]
+    batch = make_batch(list(query_lens), contexts, block_size, (heads, kv_heads), device)
     k_cache = torch.randn(BLOCKS, kv_heads, block_size, dim, device=device)
     v_cache = torch.randn(BLOCKS, kv_heads, block_size, dim, device=device)
     qkv = torch.randn(len(batch.positions), (heads + 2 * kv_heads) * dim, device=device)
@@ -368,44 +371,75 @@ def _inputs(shape: tuple[int, int, int, int, int, bool], device: str) -> tuple:
     return batch, k_cache, v_cache, qkv, cos_sin, weights if normed else None
 
 
+# More heads than a tile has of them, with 128 and 64 channels, and none of them a multiple.
+WIDE_SHAPES = ((20, 10, 128, 16, 0, False), (40, 20, 64, 16, 0, True), (20, 10, 128, 16, 0, True))
+FEW = (1, 1, 5)  # tokens, since the interpreter takes long
+
+
 def check_rope_and_cache(device: str) -> None:
     for shape in SHAPES:
+        _check_rope(shape, torch.float32, device)
+    for shape, dtype in itertools.product(WIDE_SHAPES, (torch.float32, torch.bfloat16)):
+        _check_rope(shape, dtype, device)
+
+
+def _check_rope(shape: tuple, dtype: torch.dtype, device: str) -> None:
+    heads, _, dim = shape[:3]
+    batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device, FEW)
+    qkv, k_cache, v_cache = (x.to(dtype) for x in (qkv, k_cache, v_cache))
+    k_expected, v_expected, own = k_cache.float(), v_cache.clone(), qkv.clone()
+    by_channel = k_expected.mT.contiguous()  # the layout of a CPU
+    expected = attention.rope_and_cache_reference(
+        qkv.float(), by_channel if device == "cpu" else k_expected, v_expected, cos_sin, batch,
+        heads, dim**-0.5, norms, 1e-6,
+    )  # fmt: skip
+    if device == "cpu":
+        k_expected = by_channel.mT
+    gpu_attention.rope_and_cache(
+        own,
+        k_cache,
+        v_cache,
+        cos_sin,
+        batch.positions,
+        batch.slots,
+        heads,
+        dim**-0.5,
+        norms,
+        1e-6,
+    )
+    torch.testing.assert_close(own[:, : heads * dim], expected.to(dtype))
+    torch.testing.assert_close(k_cache, k_expected.to(dtype))
+    assert torch.equal(own[:, heads * dim :], qkv[:, heads * dim :])
+    assert torch.equal(v_cache, v_expected)
+
+
+def check_rope_own_bits(device: str) -> None:
+    """A program may have one tile of a token's heads or several: every bit is the same."""
+    for shape, dtype in itertools.product(WIDE_SHAPES[:2], (torch.bfloat16, torch.float8_e4m3fn)):
         heads, _, dim = shape[:3]
-        batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device)
-        k_expected, v_expected, own = k_cache.clone(), v_cache.clone(), qkv.clone()
-        by_channel = k_expected.mT.contiguous()  # the layout of a CPU
-        expected = attention.rope_and_cache_reference(
-            qkv, by_channel if device == "cpu" else k_expected, v_expected, cos_sin, batch, heads,
-            dim**-0.5, norms, 1e-6,
-        )  # fmt: skip
-        if device == "cpu":
-            k_expected = by_channel.mT
-        gpu_attention.rope_and_cache(
-            own,
-            k_cache,
-            v_cache,
-            cos_sin,
-            batch.positions,
-            batch.slots,
-            heads,
-            dim**-0.5,
-            norms,
-            1e-6,
-        )
-        torch.testing.assert_close(own[:, : heads * dim], expected)
-        torch.testing.assert_close(k_cache, k_expected)
-        assert torch.equal(v_cache, v_expected)
+        batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device, FEW[:2])
+        rest = (cos_sin, batch.positions, batch.slots, heads, dim**-0.5, norms, 1e-6)
+        found = []
+        for programs in (len(qkv) * 7, len(qkv) * 3, 1):  # one tile, two and all of seven
+            gpu_attention.ROPE_PROGRAMS, usual = programs, gpu_attention.ROPE_PROGRAMS
+            own = [qkv.bfloat16(), k_cache.to(dtype), v_cache.to(dtype)]
+            gpu_attention.rope_and_cache(*own, *rest)
+            gpu_attention.ROPE_PROGRAMS = usual
+            found.append(own)
+        for ours, twos, alls in zip(*found, strict=True):
+            assert torch.equal(ours.float(), twos.float())
+            assert torch.equal(ours.float(), alls.float())
 
 
 def check_spread_keys(device: str) -> None:
-    for shape in (SHAPES[0], SHAPES[2]):  # wide enough for an fp8 cache
+    for shape in (SHAPES[0], SHAPES[2], *WIDE_SHAPES):  # wide enough for an fp8 cache
         _check_spread_keys(shape, device)
 
 
 def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str) -> None:
     """Into an fp8 cache: the twin's keys, and the products of q and k that rotation alone gives."""
     heads, _, dim = shape[:3]
-    batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device)
+    batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device, FEW)
     fp8_k, fp8_v = (cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache))
     rest = (cos_sin, batch.positions, batch.slots, heads, dim**-0.5, norms, 1e-6)
     own, plain = qkv.clone(), qkv.clone()
@@ -416,6 +450,7 @@ def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str)
     matrix = attention.spread_matrix(dim).to(device)
     expected = k_cache[places] @ matrix
     torch.testing.assert_close(fp8_k[places].float(), expected, rtol=0.07, atol=0.01)
+    assert torch.equal(fp8_v[places].float(), v_cache[places].to(fp8_v.dtype).float())
     rotated, spread = (x[:, : heads * dim].unflatten(1, (heads, dim)) for x in (plain, own))
     torch.testing.assert_close(spread, rotated @ matrix, rtol=2e-3, atol=2e-3)
     by_channel = torch.zeros_like(k_cache, dtype=torch.float8_e4m3fn)
@@ -532,6 +567,7 @@ CHECKS = {
     "skinny_matmul": check_skinny_matmul,
     "scale_product": check_scale_product,
     "rope_and_cache": check_rope_and_cache,
+    "rope_own_bits": check_rope_own_bits,
     "spread_keys": check_spread_keys,
     "paged_attention": check_paged_attention,
     "sinks": check_sinks,
