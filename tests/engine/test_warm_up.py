@@ -39,11 +39,13 @@ def test_no_number_that_varies_decides_what_attention_is_built_for() -> None:
 
 
 def random_step(source: random.Random, budget: int, num_seqs: int) -> Step:
-    """Decoding sequences, then a prompt or two, or prompts alone; or a short one, or padding."""
+    """Decoding sequences, then a prompt or more, or prompts alone; or a short one, or padding."""
     if source.random() < 0.4:
         beside = source.choice((0, source.randrange(min(num_seqs, budget - SHORT))))
         return [1] * beside + [source.randrange(1, SHORT + 1)]
-    prompts = [source.randrange(SHORT + 1, budget // 4) for _ in range(source.randrange(1, 3))]
+    most = source.choice((2, min(num_seqs, budget // 20)))
+    longest = budget // max(4, most)
+    prompts = [source.randrange(SHORT + 1, longest) for _ in range(source.randrange(1, most + 1))]
     return [1] * source.randrange(min(num_seqs, budget - sum(prompts)) + 1) + prompts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ SLACK = 24 * 2**20  # bytes: a step of 15,000 tokens takes more, one of 2,000 le
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """In it torch has some megabytes more than it holds."""
+    """In it torch has some megabytes more than it holds, and nothing is left to be freed."""
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + SLACK) / total)

@@ -23,6 +23,7 @@ from tokenmill.kernels.gpu import drafts as gpu_drafts
 from tokenmill.kernels.gpu import matmul as gpu_matmul
 from tokenmill.kernels.gpu import pages as gpu_pages
 from tokenmill.kernels.gpu import rows as gpu_rows
+from tokenmill.kernels.gpu import spread as gpu_spread
 from tokenmill.kernels.matmul import FP8, QuantizedRows
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
@@ -413,18 +414,18 @@ def _check_rope(shape: tuple, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(v_cache, v_expected)
 
 
-def check_rope_own_bits(device: str) -> None:
+def check_spread_own_bits(device: str) -> None:
     """A program may have one tile of a token's heads or several: every bit is the same."""
-    for shape, dtype in itertools.product(WIDE_SHAPES[:2], (torch.bfloat16, torch.float8_e4m3fn)):
+    for shape in WIDE_SHAPES[:2]:
         heads, _, dim = shape[:3]
         batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device, FEW[:2])
         rest = (cos_sin, batch.positions, batch.slots, heads, dim**-0.5, norms, 1e-6)
         found = []
         for programs in (len(qkv) * 7, len(qkv) * 3, 1):  # one tile, two and all of seven
-            gpu_attention.ROPE_PROGRAMS, usual = programs, gpu_attention.ROPE_PROGRAMS
-            own = [qkv.bfloat16(), k_cache.to(dtype), v_cache.to(dtype)]
+            gpu_spread.PROGRAMS, usual = programs, gpu_spread.PROGRAMS
+            own = [qkv.bfloat16(), *(c.to(torch.float8_e4m3fn) for c in (k_cache, v_cache))]
             gpu_attention.rope_and_cache(*own, *rest)
-            gpu_attention.ROPE_PROGRAMS = usual
+            gpu_spread.PROGRAMS = usual
             found.append(own)
         for ours, twos, alls in zip(*found, strict=True):
             assert torch.equal(ours.float(), twos.float())
@@ -567,8 +568,8 @@ CHECKS = {
     "skinny_matmul": check_skinny_matmul,
     "scale_product": check_scale_product,
     "rope_and_cache": check_rope_and_cache,
-    "rope_own_bits": check_rope_own_bits,
     "spread_keys": check_spread_keys,
+    "spread_own_bits": check_spread_own_bits,
     "paged_attention": check_paged_attention,
     "sinks": check_sinks,
     "attention_own_bits": check_attention_own_bits,

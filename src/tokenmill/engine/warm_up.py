@@ -21,7 +21,7 @@ BESIDE = 100  # tokens of a prompt beside sequences that decode
 
 
 def warm_up_steps(budget: int, num_seqs: int, num_tokens: int) -> list[Step]:
-    """Prompts of every length by halves, short ends of prompts, and prompts beside decoding.
+    """Prompts of every length by halves, many short ones, short ends, and prompts beside decoding.
 
     `num_tokens` fit in a sequence and in the cache.
     """
@@ -32,6 +32,8 @@ def warm_up_steps(budget: int, num_seqs: int, num_tokens: int) -> list[Step]:
     most = min(num_seqs, max(1, budget - beside))
     counts = [most >> shift for shift in range(most.bit_length())]
     steps = [[n] for n in dict.fromkeys([*prompts, *ends])]
+    if longest > SHORT:
+        steps.append([SHORT + 1] * min(num_seqs, budget // (SHORT + 1)))
     mixed = [[1] * count + [beside] for count in counts if count + beside <= budget]
     return [*steps, *mixed, [1]]
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels import MODE, triton_kernels
-from tokenmill.kernels.attention import GPU_TILE_ROWS, heads_of, spread_width
+from tokenmill.kernels.attention import GPU_TILE_ROWS, heads_of
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
-ROPE_CHANNELS = 1024  # of the heads that a program rotates at a time: 16 rows of a tensor core
-ROPE_PROGRAMS = 8192  # that fill a large GPU more than twice; beyond, each takes more heads
 NARROW_WINDOW = 256  # keys
 HOPPER_DIMS = (64, 128)  # of the heads that kernels/gpu/hopper/prefill.py takes
 HOPPER_KEYS, HOPPER_LEAST_BLOCK = 128, 8  # a tile's; rows that shared memory interleaves
@@ -54,141 +52,44 @@ def _place_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=["q_parts", "kv_parts"])
+@triton.jit
 def _rope_kernel(
     qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, stride, heads, kv_heads,
-    q_parts, kv_parts, scale, eps,
-    HAS_NORM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    SPREAD: tl.constexpr, EARLY: tl.constexpr,
+    block_size, scale, eps,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program has queries, keys or values of a token, HEADS heads at a time.
-
-    `q_parts` programs share the queries, `kv_parts` the keys, and as many the values.
-    """
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token)
-    table = cos_sin + tl.load(positions + token).to(tl.int64) * DIM
-    line = (slot // BLOCK).to(tl.int64) * kv_heads * (BLOCK * DIM) + slot % BLOCK * DIM
-    q = qkv + token * stride
-    k, v = q + heads * DIM, q + (heads + kv_heads) * DIM
-    if part < q_parts:
-        _rotate_heads(
-            q, q, DIM, part, q_parts, heads, table, q_norm, scale, eps,
-            HAS_NORM, DIM // 2, HEADS, SPREAD, EARLY,
-        )  # fmt: skip
-    elif part < q_parts + kv_parts:
-        _rotate_heads(
-            k, k_cache + line, BLOCK * DIM, part - q_parts, kv_parts, kv_heads, table, k_norm, 1.0,
-            eps, HAS_NORM, DIM // 2, HEADS, SPREAD, EARLY,
-        )  # fmt: skip
-    else:
-        _copy_heads(
-            v, v_cache + line, BLOCK * DIM, part - q_parts - kv_parts, kv_parts, kv_heads,
-            DIM // 2, HEADS, EARLY,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rotate_heads(
-    x, out, out_stride, part, parts, heads, table, norm, scale, eps,
-    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, SPREAD: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Norm, rotation and spread of every `parts`-th HEADS heads of x[heads, 2 * HALF] into out."""
-    channels = _channels(HALF)
-    cos, sin = tl.load(table + channels), tl.load(table + HALF + channels)
-    if HAS_NORM:
-        a_gain, b_gain = tl.load(norm + channels), tl.load(norm + HALF + channels)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    channels = tl.arange(0, HALF)
+    inside = head < heads + 2 * kv_heads
+    is_q, is_k = head < heads, (head >= heads) & (head < heads + kv_heads)
+    base = qkv + token * stride + head[:, None] * (2 * HALF) + channels[None, :]
+    slot = tl.load(slots + token).to(tl.int64)
+    table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + channels
+    cos, sin = tl.load(table)[None, :], tl.load(table + HALF)[None, :]
     wait(EARLY)
-    # Heads are on their way while what all of them share is computed, and then while the heads
-    # before them are rotated.
-    next_a, next_b = _load_heads(x, part * HEADS, heads, HALF, HEADS)
-    if SPREAD:
-        scale *= (2 * SPREAD) ** -0.5
-        signs = _hadamard(SPREAD)
-    cos, sin = cos * scale, sin * scale
-    a_cos, a_sin, b_cos, b_sin = cos, sin, cos, sin
+    a = tl.load(base, mask=inside[:, None], other=0.0).to(tl.float32)
+    b = tl.load(base + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
+    block, offset = slot // block_size, slot % block_size
+    page = ((block * kv_heads + (head - heads) % kv_heads) * block_size + offset) * (2 * HALF)
+    line = page[:, None] + channels[None, :]
+    is_v = (inside & (head >= heads + kv_heads))[:, None]
+    tl.store(v_cache + line, a.to(v_cache.dtype.element_ty), mask=is_v)
+    tl.store(v_cache + line + HALF, b.to(v_cache.dtype.element_ty), mask=is_v)
     if HAS_NORM:
-        a_gain, b_gain = a_gain.to(tl.float32), b_gain.to(tl.float32)
-        a_cos, a_sin, b_cos, b_sin = cos * a_gain, sin * a_gain, cos * b_gain, sin * b_gain
-    if SPREAD:  # the two channels of a rotation become their sum and difference
-        a_cos, a_sin, b_cos, b_sin = a_cos + a_sin, a_cos - a_sin, b_cos + b_sin, b_cos - b_sin
-    # More stages would take the heads through shared memory.
-    for first in tl.range(part * HEADS, heads, parts * HEADS, num_stages=1):
-        a, b = next_a.to(tl.float32), next_b.to(tl.float32)
-        next_a, next_b = _load_heads(x, first + parts * HEADS, heads, HALF, HEADS)
-        if HAS_NORM:
-            total = tl.sum(tl.sum(a * a + b * b, axis=2), axis=1)
-            inverse = tl.rsqrt(total / (2 * HALF) + eps)[:, None, None]
-            a, b = a * inverse, b * inverse
-        if SPREAD:
-            low = _spread(a * a_cos + b * b_sin, signs, HEADS, HALF, SPREAD)
-            high = _spread(a * a_sin - b * b_cos, signs, HEADS, HALF, SPREAD)
-        else:
-            low, high = a * a_cos - b * b_sin, b * b_cos + a * a_sin
-        _store_heads(out, out_stride, first, heads, low, high, HALF, HEADS)
-
-
-@triton.jit
-def _copy_heads(
-    x, out, out_stride, part, parts, heads,
-    HALF: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Every `parts`-th HEADS heads of x[heads, 2 * HALF] as they are."""
-    wait(EARLY)
-    for first in range(part * HEADS, heads, parts * HEADS):
-        a, b = _load_heads(x, first, heads, HALF, HEADS)
-        _store_heads(out, out_stride, first, heads, a.to(tl.float32), b.to(tl.float32), HALF, HEADS)
-
-
-@triton.jit
-def _channels(HALF: tl.constexpr):
-    """Channels [1, HALF / 8, 8] of half a head.
-
-    The last dimension gives a thread eight neighbours, also where more would fit into a store.
-    """
-    return (tl.arange(0, HALF // 8)[:, None] * 8 + tl.arange(0, 8)[None, :])[None]
-
-
-@triton.jit
-def _load_heads(x, first, heads, HALF: tl.constexpr, HEADS: tl.constexpr):
-    """Both halves of x[first : first + HEADS], [HEADS, HALF / 8, 8] each; zeros from `heads` on."""
-    head = tl.arange(0, HEADS)[:, None, None]
-    inside = head < heads - first
-    places = x + first * (2 * HALF) + head * (2 * HALF) + _channels(HALF)
-    return tl.load(places, mask=inside, other=0.0), tl.load(places + HALF, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_heads(out, stride, first, heads, low, high, HALF: tl.constexpr, HEADS: tl.constexpr):
-    head = tl.arange(0, HEADS)[:, None, None]
-    inside = head < heads - first
-    places = out + first * stride + head * stride + _channels(HALF)
-    tl.store(places, low.to(out.dtype.element_ty), mask=inside)
-    tl.store(places + HALF, high.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _hadamard(WIDTH: tl.constexpr):
-    """fp16 [WIDTH, WIDTH], up to 32: negative where row and column share an odd number of bits."""
-    shared = tl.arange(0, WIDTH)[:, None] & tl.arange(0, WIDTH)[None, :]
-    ODD: tl.constexpr = -0x6996966A  # of its bits those whose number has an odd number of ones
-    return tl.where((ODD >> shared) & 1 == 1, -1.0, 1.0).to(tl.float16)
-
-
-@triton.jit
-def _spread(x, signs, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr):
-    """Each WIDTH channels of x[HEADS, HALF / 8, 8] times the signs.
-
-    In a row of a tensor core a thread has two of every eight elements, and here eight neighbours.
-    So the elements of a row change places: the bits of their numbers do, and a Hadamard matrix
-    whose rows and columns change places alike is the same. Thus no value leaves its thread.
-    """
-    ROWS: tl.constexpr = HEADS * HALF // WIDTH
-    rows = tl.reshape(x.to(tl.float16), [ROWS, 4, WIDTH // 8, 2])
-    rows = tl.reshape(tl.permute(rows, [0, 2, 1, 3]), [ROWS, WIDTH])
-    rows = tl.reshape(tl.dot(rows, signs), [ROWS, WIDTH // 8, 4, 2])
-    return tl.reshape(tl.permute(rows, [0, 2, 1, 3]), [HEADS, HALF // 8, 8])
+        total = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        inverse = tl.rsqrt(total / (2 * HALF) + eps)[:, None]
+        q_low = tl.load(q_norm + channels).to(tl.float32)[None, :]
+        k_low = tl.load(k_norm + channels).to(tl.float32)[None, :]
+        q_high = tl.load(q_norm + HALF + channels).to(tl.float32)[None, :]
+        k_high = tl.load(k_norm + HALF + channels).to(tl.float32)[None, :]
+        a = a * inverse * tl.where(is_q[:, None], q_low, k_low)
+        b = b * inverse * tl.where(is_q[:, None], q_high, k_high)
+    low, high = a * cos - b * sin, b * cos + a * sin
+    tl.store(base, low * scale, mask=is_q[:, None])
+    tl.store(base + HALF, high * scale, mask=is_q[:, None])
+    tl.store(k_cache + line, low.to(k_cache.dtype.element_ty), mask=is_k[:, None])
+    tl.store(k_cache + line + HALF, high.to(k_cache.dtype.element_ty), mask=is_k[:, None])
 
 
 @triton.jit
@@ -391,17 +292,18 @@ def rope_and_cache(
     """
     _, kv_heads, block_size, dim = v_cache.shape
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    if k_cache.dtype == torch.float8_e4m3fn:
+        triton_kernels("spread").rotate_and_spread(
+            qkv, k_cache, v_cache, cos_sin, positions, slots, num_heads, scale, norms, eps
+        )
+        return
     q_norm, k_norm = norms if norms is not None else (cos_sin, cos_sin)
-    heads = max(1, ROPE_CHANNELS // dim)
-    q_tiles, kv_tiles = cdiv(num_heads, heads), cdiv(kv_heads, heads)
-    turns = max(1, qkv.shape[0] * (q_tiles + 2 * kv_tiles) // ROPE_PROGRAMS)
-    q_parts, kv_parts = cdiv(q_tiles, turns), cdiv(kv_tiles, turns)
-    _rope_kernel[(qkv.shape[0], q_parts + 2 * kv_parts)](
+    total = num_heads + 2 * kv_heads
+    heads = min(16, next_power_of_2(total))
+    _rope_kernel[(qkv.shape[0], cdiv(total, heads))](
         qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
-        kv_heads, q_parts, kv_parts, scale, eps,
-        HAS_NORM=norms is not None, DIM=dim, BLOCK=block_size, HEADS=heads,
-        SPREAD=spread_width(dim) if k_cache.dtype == torch.float8_e4m3fn else 0, num_warps=1,
-        **launch_options(),
+        kv_heads, block_size, scale, eps,
+        HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
