@@ -229,7 +229,7 @@ def _wait(pendings: int, deps: tuple[Any, ...]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     if isinstance(pointer.offset, int):
         assert 0 <= pointer.offset < len(pointer.storage), "a load past the end"
         found = pointer.storage[pointer.offset]
@@ -241,22 +241,9 @@ def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier
     return Tensor(torch.where(seen, found, other).to(found.dtype))
 
 
-def _store(pointer: Pointer, value: Any, mask: Tensor | None = None) -> None:
-    if mask is None:
-        pointer.storage[pointer.offset] = _raw(value)
-        return
+def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
     seen = mask.data.expand(value.data.shape)
     pointer.storage[pointer.offset.expand(value.data.shape)[seen]] = value.data[seen]
-
-
-_ATOMIC = threading.Lock()
-
-
-def _atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Scalar:
-    with _ATOMIC:
-        found = int(pointer.storage[pointer.offset])
-        pointer.storage[pointer.offset] = found + value
-    return Scalar(found)
 
 
 def _asm(code: str, constraints: str, args: list[Tensor], dtype: Any, **_: Any) -> Tensor:
@@ -313,7 +300,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...]) -> types.SimpleNa
         where=lambda seen, x, y: Tensor(torch.where(seen.data, _raw(x), _raw(y))),
         maximum=_largest, minimum=lambda x, y: Scalar(min(x, y)),
         max=lambda x, axis: Tensor(x.data.amax(axis)), sum=lambda x, axis: Tensor(x.data.sum(axis)),
-        exp=lambda x: Tensor(x.data.exp()), atomic_add=_atomic_add,
+        exp=lambda x: Tensor(x.data.exp()),
         convert_layout=lambda x, layout, assert_trivial=False: x, load=_load, store=_store,
         inline_asm_elementwise=_asm, allocate_shared_memory=allocate, warp_specialize=_specialize,
     )  # fmt: skip
@@ -338,19 +325,17 @@ _TMA = types.SimpleNamespace(
 
 
 def run(
-    module: types.ModuleType, kernel: str, grid: tuple[int, ...], *args: Any,
-    backwards: bool = False, **constants: Any,
-) -> None:  # fmt: skip
+    module: types.ModuleType, kernel: str, grid: tuple[int, ...], *args: Any, **constants: Any
+) -> None:
     """All programs of a kernel of `module`, one after the other."""
-    programs = list(itertools.product(*(range(size) for size in grid)))
-    for program in reversed(programs) if backwards else programs:
+    for program in itertools.product(*(range(size) for size in grid)):
         space = dict(vars(module))
         for value in vars(module).values():  # what kernels of other modules use
             if isinstance(value, JITFunction | InterpretedFunction):
                 space = value.fn.__globals__ | space
         space |= {
             "gl": _language(program, grid), "mbarrier": _MBARRIER, "tma": _TMA,
-            "wait": lambda *_: None, "_barrier": lambda: None,
+            "wait": lambda *_: None,
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": lambda n, deps: _wait(n, deps),
             "fence_async_shared": lambda: None,
         }  # fmt: skip

@@ -50,14 +50,13 @@ def test_experts_compile_and_fit(rows: int, up: bool) -> None:
     compiled_for_hopper(moe_hopper.grouped_kernel, types, constants, ("n", "k"))
 
 
-@pytest.mark.parametrize("rows", [16, 64, 128, 132, 192])
+@pytest.mark.parametrize("rows", [16, 64, 128])
 def test_gated_products_compile_and_fit(rows: int) -> None:
     """All sums stay in registers."""
-    (main, tail), step = gated.shape(rows), gated.STEP.value
-    types = {"x": tiles(main, step), "x_tail": tiles(tail or main, step), "out": "*bf16"}
-    types |= {"weight": tiles(gated.CHANNELS.value, step), "sums": "*fp32"}
+    step = gated.STEP.value
+    types = {"x": tiles(rows, step), "weight": tiles(gated.CHANNELS.value, step), "out": "*bf16"}
     types |= dict.fromkeys(("num_rows", "n", "k"), "i32")
-    constants = {"MAIN": main, "TAIL": tail, "STAGES": gated.num_stages(main, tail), "EARLY": True}
+    constants = {"ROWS": rows, "STAGES": gated.num_stages(rows), "EARLY": True}
     compiled = compiled_for_hopper(gated.gated_kernel, types, constants, ("n", "k"))
     assert stack_bytes(compiled) <= 16
     assert constants["STAGES"] >= 3, "one to multiply, two on their way"

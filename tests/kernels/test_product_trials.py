@@ -42,6 +42,22 @@ def test_both_ways_are_the_same_product() -> None:
     torch.testing.assert_close(matmul_by_lt(x, weight), x @ weight.T)
 
 
+def test_what_adds_slowly_is_added_by_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a product alone is faster by cuBLAS, too."""
+    monkeypatch.setattr(matmul, "use_triton", lambda x, kernel="": True)
+
+    def times(ways: tuple[Way, Way], x: torch.Tensor, weight: torch.Tensor) -> list[float]:
+        first, rows = ways[0], x.shape[0]
+        return [1.0, 0.9 if first is product_trials._added and rows == 8 else 1.0]
+
+    monkeypatch.setattr(product_trials, "_times", times)
+    weight = PackedWeight(torch.randn(6, 5), None, 6, 5, tiled=False)
+    with trials():
+        assert not adds_in_place(torch.randn(8, 5), weight)
+        assert adds_in_place(torch.randn(7, 5), weight)
+    assert not by_lt(torch.randn(8, 5), weight.data)
+
+
 def test_what_cublaslt_computes_is_added_by_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "use_triton", lambda x, kernel="": True)
     weight = PackedWeight(torch.randn(6, 5), None, 6, 5, tiled=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tokenmill.kernels import MODE, compiled, cpu_kernels, triton_kernels, use_triton
-from tokenmill.kernels.product_trials import by_lt, matmul_by_lt
+from tokenmill.kernels.product_trials import adds_slowly, by_lt, matmul_by_lt
 
 INT32_MAX = 2**31 - 1
 GROUP = 16  # channels of a row that are shifted alike: every fourth of BLOCK
@@ -251,7 +251,7 @@ def adds_in_place(
     if not _by_cublas(x, weight):
         return not _row_scaled(num_rows(x), weight)
     assert isinstance(x, torch.Tensor)
-    return bias is None and not by_lt(x, weight.data)
+    return bias is None and not by_lt(x, weight.data) and not adds_slowly(x, weight.data)
 
 
 def _by_cublas(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:

@@ -2,6 +2,7 @@
 
 torch asks cuBLAS for x W^T, and cuBLASLt for x W^T + bias. Both read the same weights, but each
 chooses its kernels by rules of its own, up to 15 % apart. A bias of zeros asks for the second one.
+A product that is added to a residual may take longer than one whose result the next norm adds.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ def _is_worth_it(rows: int, num_bytes: int) -> bool:
 def by_lt(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """True where x[m, k] @ weight[n, k].T is cuBLASLt's; where nothing was tried, cuBLAS's."""
     return second_is_faster((linear, matmul_by_lt), x, weight, WORTH)
+
+
+def adds_slowly(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True where cuBLAS takes longer to add the product to a residual; where not tried, False."""
+    return second_is_faster((_added, linear), x, weight, WORTH)
+
+
+def _added(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0]).addmm_(x, weight.T)
 
 
 def matmul_by_lt(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
