@@ -319,6 +319,15 @@ WRONG = [
     (image() | {"max_pixels": 1000}, "content[1].max_pixels: 1000 is less than one token has"),
     (image(min_pixels=9000, max_pixels=8000), "send 8000 at most"),
     (image(detail="most"), "'high'"),
+    (
+        image(max_pixel=4096),
+        "content[1].image_url.max_pixel: unknown or unsupported field; did you mean 'max_pixels'? "
+        "Otherwise leave it out. Allowed here: min_pixels, max_pixels, url, detail, format",
+    ),
+    (image() | {"max_pixel": 4096}, "content[1].max_pixel: unknown or unsupported field; did you"),
+    (image() | {"crop": [0, 0, 9, 9]}, "leave it out. Allowed here: type, min_pixels, max_pixels"),
+    (image() | {"prompt": "a cat"}, "leave it out. Allowed here: type"),
+    ({"type": "image_url", "url": URL, "image_url": {"url": URL}}, "send it inside 'image_url'"),
     ({"type": "image_url"}, "image_url"),
     ({"type": "video_url", "video_url": {"url": "x"}}, "videos are not taken"),
     ({"type": "input_audio", "input_audio": {}}, "audio"),
@@ -348,6 +357,41 @@ def test_wrong_images_of_other_apis_are_named_where_they_stand(server: SimServer
     answer = server.call("POST", "/v1/messages", body)
     assert answer.status == 400
     assert answer.json["error"]["message"].startswith("messages[0].content[1]: the image cannot")
+
+
+def test_unknown_fields_of_images_of_other_apis_are_named(server: SimServer) -> None:
+    part = {"type": "input_image", "image_url": URL, "max_pixel": 4096}
+    answer = server.call("POST", "/v1/responses", {"input": [user(part)]})
+    assert (answer.status, answer.error["param"]) == (400, "input[0].content[0].max_pixel")
+    assert "did you mean 'max_pixels'?" in answer.error["message"]
+    source = {"type": "url", "url": URL}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"source": source, "max_pixel": 4096}, "max_pixel: unknown or unsupported field; did you"),
+        ({"source": source | {"headers": {}}}, "source.headers: unknown or unsupported field"),
+        (
+            {"source": source, "transformations": {"oversized_image": "error"}},
+            "images over the limit are always scaled down; send 'downsize'",
+        ),
+    ]
+    for fields, problem in wrong:
+        body = {"model": MODEL, "max_tokens": 1, "messages": [user({"type": "image", **fields})]}
+        answer = server.call("POST", "/v1/messages", body)
+        assert answer.status == 400 and problem in answer.json["error"]["message"]
+
+
+def test_fields_of_images_that_clients_send_and_that_change_nothing(server: SimServer) -> None:
+    cached, breakpoint = {"type": "ephemeral"}, {"mode": "explicit"}
+    part = image(format="image/png", next_year=None) | {"cache_control": cached, "uuid": "u"}
+    assert num_image_tokens(server, part | {"prompt_cache_breakpoint": breakpoint}) == NUM_TOKENS
+    part = {"type": "input_image", "image_url": URL, "file_id": None, "detail": "auto"}
+    part |= {"prompt_cache_breakpoint": breakpoint}
+    answer = server.call("POST", "/v1/responses", {"input": [user(part)]})
+    assert answer.status == 200, answer.body
+    block = {"type": "image", "source": {"type": "url", "url": URL}, "cache_control": cached}
+    block |= {"transformations": {"oversized_image": "downsize"}}
+    body = {"model": MODEL, "max_tokens": 1, "messages": [user(block)]}
+    answer = server.call("POST", "/v1/messages", body)
+    assert answer.status == 200, answer.body
 
 
 def test_images_in_the_form_of_another_api_say_the_right_form(server: SimServer) -> None:
