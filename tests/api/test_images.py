@@ -33,6 +33,7 @@ from tokenmill.cli.worker_commands import _images
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.vision import processor
 from vision.pictures import data_url, empty_png, file_of, mutated, photo, seeds
 
 PNG = file_of(photo(128, 96), "PNG")  # 4 x 3 tokens
@@ -262,11 +263,32 @@ def test_a_model_in_this_process_refuses_images_before_the_first_message(folder:
     broken.write_bytes(PNG[:200])
     with pytest.raises(TokenmillError, match="it cannot be used: it cannot be decoded"):
         prompts.check([str(broken)])
+    large = folder / "large.png"
+    for file, limit in (
+        (empty_png(30_000, 30_000), "it has 30000 x 30000 pixels, and 64000000 are allowed"),
+        (bytes(2**25), "it is larger than 20971520 bytes"),
+        (file_of(photo(4000, 4000), "JPEG"), "it has 256 tokens, and this model's context has 99"),
+    ):
+        large.write_bytes(file)
+        with pytest.raises(TokenmillError) as caught:
+            ImagePrompts(loader.processor, 99).check([str(large)])
+        said = f"--image {large}: it cannot be used: {limit}; give a smaller one"
+        assert str(caught.value) == said, "no flag of a server, and no field of a call"
     with pytest.raises(TokenmillError, match="a URL needs a server"):
         prompts.check(["https://example.com/a.png"])
     with pytest.raises(TokenmillError, match="takes text only"):
         ImagePrompts(None, 1024).check([str(folder / "a.png")])
     loader.close()
+
+
+def test_a_model_in_this_process_says_that_images_need_pillow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make_loader(VisionConfig(), make_tokenizer(sees=True))
+    loader.close()
+    monkeypatch.setattr(processor, "find_spec", lambda name: None)
+    with pytest.raises(TokenmillError, match=r"need Pillow; type: pip install 'tokenmill\[vision"):
+        ImagePrompts(loader.processor, 1024).check([str(folder / "a.png")])
 
 
 def test_a_benchmark_with_images(
@@ -307,7 +329,11 @@ def test_synthetic_images_are_images_of_their_number() -> None:
 WRONG = [
     (image("data:image/png;base64,AAAA"), "no readable PNG"),
     (image(data_url(PNG[:200])), "cannot be decoded"),
-    (image(data_url(empty_png(30_000, 30_000))), "30000 x 30000 pixels"),
+    (
+        image(data_url(empty_png(30_000, 30_000))),
+        "it has 30000 x 30000 pixels, and 64000000 are allowed; send a smaller one, or start the "
+        "server with a larger --max-image-area",
+    ),
     (image(data_url(file_of(Image.new("RGB", (900, 4)), "PNG"))), "200 times"),
     (image(data_url(file_of(Image.new("I;16", (40, 40)), "PNG"))), "8 bits a channel"),
     (image("https://example.com/a.png"), "--image-host example.com"),

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +41,6 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.gpus import visible_gpus
 from tokenmill.core.kv import SHM, choose_connectors
-from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import (
     CACHE,
@@ -220,15 +218,12 @@ def _encoder_command(settings: Settings, path: Path, part: list[str]) -> list[st
 def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
     """What loads the images of calls, for a model that takes some."""
     from tokenmill.vision.loader import ImageLoader
-    from tokenmill.vision.processor import load_processor
+    from tokenmill.vision.processor import check_pillow, load_processor
 
     processor = load_processor(path)
     if processor is None:
         return None
-    if find_spec("PIL") is None:
-        raise TokenmillError(
-            "the model takes images, which need Pillow; type: pip install 'tokenmill[vision]'"
-        )
+    check_pillow()
     return ImageLoader(processor, config)
 
 
