@@ -113,6 +113,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
     tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
+    tokenmill serve qwen3-vl-tiny    takes images; its weights are random
     tokenmill serve --workers 8 --fronts 4
     tokenmill serve demo/model --task rank --workers 2
     tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
