@@ -15,6 +15,7 @@ import typer
 
 from tokenmill import __version__
 from tokenmill.__main__ import run
+from tokenmill.api import server as api_server
 from tokenmill.cli import serve
 from tokenmill.cli.app import app
 from tokenmill.cli.chat import local_chat as local
@@ -217,6 +218,40 @@ def test_two_workers_may_not_both_take_most_of_a_gpu(
         serve.SettingsError, match=r"0\.9: 2 workers .* would take 180% of one; give 0\.47"
     ):
         serve._check_gpu_shares([asked, asked], pool)
+
+
+IMAGE_FLAGS = {
+    **{"--image-host": "example.com", "--image-folder": ".", "--max-image-size": "1MiB"},
+    **{"--max-image-area": "9", "--max-images": "2", "--image-max-pixels": "4096"},
+    **{"--image-min-pixels": "1024", "--image-timeout": "1", "--image-cache-size": "1MiB"},
+    **{"--image-threads": "1", "--encoder": "1", "--max-encoder-patches": "64"},
+}
+
+
+@pytest.mark.parametrize("flag", IMAGE_FLAGS)
+def test_a_model_of_text_takes_no_flags_of_images(
+    flag: str,
+    smollm2_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api_server, "serve", lambda *arguments: None)
+    status, sentence = failed(capsys, "serve", str(smollm2_path), flag, IMAGE_FLAGS[flag])
+    assert (status, sentence) == (2, f"{flag}: the model takes no images; leave the flag out")
+
+
+def test_every_flag_of_images_is_refused_by_a_model_of_text(
+    smollm2_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one role and of the environment, too; without one the model is served."""
+    assert {f"--{key}" for key in serve.IMAGE_ONLY} == IMAGE_FLAGS.keys()
+    started: list[Any] = []
+    monkeypatch.setattr(api_server, "serve", lambda *arguments: started.append(arguments))
+    own = ("--prefill-set", "max-encoder-patches=64")
+    assert failed(capsys, "serve", str(smollm2_path), *ROLES, *own)[0] == 2
+    assert run(["serve", str(smollm2_path)]) == 0 and len(started) == 1
+    monkeypatch.setenv("TOKENMILL_IMAGE_FOLDER", ".")
+    assert failed(capsys, "serve", str(smollm2_path))[1].startswith("--image-folder: the model")
 
 
 def test_unexpected_errors_have_no_traceback(

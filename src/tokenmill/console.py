@@ -117,8 +117,11 @@ def _lines(description: str) -> Update:
 
 
 def fetch(name: str) -> Path:
-    """The local path of a model, downloaded first if need be."""
+    """The local path of a model, downloaded or made first if need be."""
     from tokenmill.models.checkpoints import store
 
     with progress(f"Downloading {name}", size_in_bytes=True) as update:
-        return store.resolve(name, update)
+        path = store.resolve(name, update)
+    if about := store.about_made(path):
+        note(f"{path.name} {about}")
+    return path

@@ -33,6 +33,7 @@ from tokenmill.cli.worker_commands import _images
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.vision import processor
 from vision.pictures import data_url, empty_png, file_of, mutated, photo, seeds
 
 PNG = file_of(photo(128, 96), "PNG")  # 4 x 3 tokens
@@ -262,11 +263,32 @@ def test_a_model_in_this_process_refuses_images_before_the_first_message(folder:
     broken.write_bytes(PNG[:200])
     with pytest.raises(TokenmillError, match="it cannot be used: it cannot be decoded"):
         prompts.check([str(broken)])
+    large = folder / "large.png"
+    for file, limit in (
+        (empty_png(30_000, 30_000), "it has 30000 x 30000 pixels, and 64000000 are allowed"),
+        (bytes(2**25), "it is larger than 20971520 bytes"),
+        (file_of(photo(4000, 4000), "JPEG"), "it has 256 tokens, and this model's context has 99"),
+    ):
+        large.write_bytes(file)
+        with pytest.raises(TokenmillError) as caught:
+            ImagePrompts(loader.processor, 99).check([str(large)])
+        said = f"--image {large}: it cannot be used: {limit}; give a smaller one"
+        assert str(caught.value) == said, "no flag of a server, and no field of a call"
     with pytest.raises(TokenmillError, match="a URL needs a server"):
         prompts.check(["https://example.com/a.png"])
     with pytest.raises(TokenmillError, match="takes text only"):
         ImagePrompts(None, 1024).check([str(folder / "a.png")])
     loader.close()
+
+
+def test_a_model_in_this_process_says_that_images_need_pillow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make_loader(VisionConfig(), make_tokenizer(sees=True))
+    loader.close()
+    monkeypatch.setattr(processor, "find_spec", lambda name: None)
+    with pytest.raises(TokenmillError, match=r"need Pillow; type: pip install 'tokenmill\[vision"):
+        ImagePrompts(loader.processor, 1024).check([str(folder / "a.png")])
 
 
 def test_a_benchmark_with_images(
@@ -307,7 +329,11 @@ def test_synthetic_images_are_images_of_their_number() -> None:
 WRONG = [
     (image("data:image/png;base64,AAAA"), "no readable PNG"),
     (image(data_url(PNG[:200])), "cannot be decoded"),
-    (image(data_url(empty_png(30_000, 30_000))), "30000 x 30000 pixels"),
+    (
+        image(data_url(empty_png(30_000, 30_000))),
+        "it has 30000 x 30000 pixels, and 64000000 are allowed; send a smaller one, or start the "
+        "server with a larger --max-image-area",
+    ),
     (image(data_url(file_of(Image.new("RGB", (900, 4)), "PNG"))), "200 times"),
     (image(data_url(file_of(Image.new("I;16", (40, 40)), "PNG"))), "8 bits a channel"),
     (image("https://example.com/a.png"), "--image-host example.com"),
@@ -319,6 +345,15 @@ WRONG = [
     (image() | {"max_pixels": 1000}, "content[1].max_pixels: 1000 is less than one token has"),
     (image(min_pixels=9000, max_pixels=8000), "send 8000 at most"),
     (image(detail="most"), "'high'"),
+    (
+        image(max_pixel=4096),
+        "content[1].image_url.max_pixel: unknown or unsupported field; did you mean 'max_pixels'? "
+        "Otherwise leave it out. Allowed here: min_pixels, max_pixels, url, detail, format",
+    ),
+    (image() | {"max_pixel": 4096}, "content[1].max_pixel: unknown or unsupported field; did you"),
+    (image() | {"crop": [0, 0, 9, 9]}, "leave it out. Allowed here: type, min_pixels, max_pixels"),
+    (image() | {"prompt": "a cat"}, "leave it out. Allowed here: type"),
+    ({"type": "image_url", "url": URL, "image_url": {"url": URL}}, "send it inside 'image_url'"),
     ({"type": "image_url"}, "image_url"),
     ({"type": "video_url", "video_url": {"url": "x"}}, "videos are not taken"),
     ({"type": "input_audio", "input_audio": {}}, "audio"),
@@ -348,6 +383,41 @@ def test_wrong_images_of_other_apis_are_named_where_they_stand(server: SimServer
     answer = server.call("POST", "/v1/messages", body)
     assert answer.status == 400
     assert answer.json["error"]["message"].startswith("messages[0].content[1]: the image cannot")
+
+
+def test_unknown_fields_of_images_of_other_apis_are_named(server: SimServer) -> None:
+    part = {"type": "input_image", "image_url": URL, "max_pixel": 4096}
+    answer = server.call("POST", "/v1/responses", {"input": [user(part)]})
+    assert (answer.status, answer.error["param"]) == (400, "input[0].content[0].max_pixel")
+    assert "did you mean 'max_pixels'?" in answer.error["message"]
+    source = {"type": "url", "url": URL}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"source": source, "max_pixel": 4096}, "max_pixel: unknown or unsupported field; did you"),
+        ({"source": source | {"headers": {}}}, "source.headers: unknown or unsupported field"),
+        (
+            {"source": source, "transformations": {"oversized_image": "error"}},
+            "images over the limit are always scaled down; send 'downsize'",
+        ),
+    ]
+    for fields, problem in wrong:
+        body = {"model": MODEL, "max_tokens": 1, "messages": [user({"type": "image", **fields})]}
+        answer = server.call("POST", "/v1/messages", body)
+        assert answer.status == 400 and problem in answer.json["error"]["message"]
+
+
+def test_fields_of_images_that_clients_send_and_that_change_nothing(server: SimServer) -> None:
+    cached, breakpoint = {"type": "ephemeral"}, {"mode": "explicit"}
+    part = image(format="image/png", next_year=None) | {"cache_control": cached, "uuid": "u"}
+    assert num_image_tokens(server, part | {"prompt_cache_breakpoint": breakpoint}) == NUM_TOKENS
+    part = {"type": "input_image", "image_url": URL, "file_id": None, "detail": "auto"}
+    part |= {"prompt_cache_breakpoint": breakpoint}
+    answer = server.call("POST", "/v1/responses", {"input": [user(part)]})
+    assert answer.status == 200, answer.body
+    block = {"type": "image", "source": {"type": "url", "url": URL}, "cache_control": cached}
+    block |= {"transformations": {"oversized_image": "downsize"}}
+    body = {"model": MODEL, "max_tokens": 1, "messages": [user(block)]}
+    answer = server.call("POST", "/v1/messages", body)
+    assert answer.status == 200, answer.body
 
 
 def test_images_in_the_form_of_another_api_say_the_right_form(server: SimServer) -> None:

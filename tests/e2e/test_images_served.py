@@ -24,6 +24,7 @@ from PIL import Image
 from api.sim import IMAGE_TEMPLATE, IMAGE_TOKENS, make_tokenizer
 from tiny_models import make_model, save, tame
 
+RANDOM = "qwen3-vl-tiny takes images; its weights are random, so its answers mean nothing"
 NUM_TOKENS = 12  # of 24 x 32 pixels, patches of 4 and 2 x 2 patches a token
 
 
@@ -48,14 +49,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[OpenAI]:
-    command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--placement", "process"]
+def serving(model: Path | str, *flags: str, said: list[str] | None = None) -> Iterator[OpenAI]:
+    """A server's client; what the server says before it listens is added to `said`."""
+    said = [] if said is None else said
+    command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--placement", "process"]
     command += ["--port", "0", "--dtype", "fp32", "--num-threads", "1", "--max-model-len", "256"]
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            url = next(m[1] for line in process.stderr if (m := re.search(r"at (\S+/v1)", line)))
-            yield OpenAI(base_url=url, api_key="none")
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(r"at (\S+/v1)", line):
+                    break
+            assert found is not None, said
+            yield OpenAI(base_url=found[1], api_key="none")
         finally:
             process.terminate()
 
@@ -158,3 +165,24 @@ def test_a_file_in_the_terminal(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_tiny_model_of_the_catalog_is_made_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first use writes it, and every command says that its answers mean nothing."""
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
+    said: list[str] = []
+    with serving("qwen3-vl-tiny", said=said) as client:
+        assert client.models.list().data[0].id == "qwen3-vl-tiny"
+        usage = ask(client, 0).usage
+        assert usage.prompt_tokens_details.image_tokens == 1  # a token has 32 x 32 pixels
+        assert usage.completion_tokens > 0
+    assert sum(RANDOM in line for line in said) == 1
+    assert (tmp_path / "qwen3-vl-tiny" / "config.json").is_file()
+    (tmp_path / "a.png").write_bytes(picture(0))
+    command = [sys.executable, "-m", "tokenmill", "chat", "--model", "qwen3-vl-tiny"]
+    command += ["--image", str(tmp_path / "a.png"), "--temperature", "0", "--max-tokens", "8"]
+    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and RANDOM in done.stderr

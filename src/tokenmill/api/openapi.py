@@ -130,14 +130,23 @@ def _document(
 
 
 def _accept_null(schemas: Json, name: str, in_message: bool = False) -> None:
-    """Say that objects below a request may have unknown fields: null ones, in messages any."""
+    """Say that objects below a request may have unknown fields: null ones, in messages any.
+
+    An image of a message has none but null ones.
+    """
     schema = schemas[name]
     if schema.get("additionalProperties") not in (False, {"type": "null"}):
         return
-    schema["additionalProperties"] = True if in_message else {"type": "null"}
+    takes_all = in_message and name not in _names_below(protocol.ImageSchema)
+    schema["additionalProperties"] = True if takes_all else {"type": "null"}
     for field, definition in schema["properties"].items():
         for inner in _references(definition):
             _accept_null(schemas, inner, in_message or field in ("messages", "input"))
+
+
+def _names_below(base: type) -> set[str]:
+    below: list[type] = base.__subclasses__()
+    return {each.__name__ for each in below}.union(*map(_names_below, below))
 
 
 def _references(schema: Any) -> list[str]:

@@ -20,10 +20,11 @@ def pull(
         str | None, typer.Argument(metavar="[NAME]", help="A catalog or hub name.")
     ] = None,
 ) -> None:
-    """Download a model and print where it is; without a name, list the catalog.
+    """Download or make a model and print where it is; without a name, list the catalog.
 
     tokenmill pull smollm2
     tokenmill pull Qwen/Qwen3-0.6B
+    tokenmill pull qwen3-vl-tiny    random weights, for trying out images
     """
     if name is None:
         _print_catalog()
@@ -38,5 +39,9 @@ def _print_catalog() -> None:
         size = f"{entry.num_bytes / 1e6:.0f} MB"
         where = store.cached(entry.name) or f"not here yet: tokenmill pull {entry.name}"
         for line in (f"{entry.name}  {size}, {entry.licence}, {entry.source}", f"  {where}"):
+            console.out.print(line, markup=False)
+    for name, about in store.MADE.items():
+        where = store.cached(name) or f"not here yet: tokenmill pull {name}"
+        for line in (f"{name}  {about}", f"  {where}"):
             console.out.print(line, markup=False)
     console.note("Any Hugging Face name (org/model) or local folder works as well.")

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +41,6 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.gpus import visible_gpus
 from tokenmill.core.kv import SHM, choose_connectors
-from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import (
     CACHE,
@@ -80,6 +78,8 @@ PRICE = replace(
 ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not have of their own
 FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
 TASK = SETTINGS["task"]
+# Flags that say nothing to a model of text alone.
+IMAGE_ONLY = (*(setting.key for setting in VISION), "encoder", "max-encoder-patches")
 # Of the worker alone: what engines of jobs have beside the settings of a language engine.
 JOB_SETTINGS = (TASK, *VIDEO_SETTINGS, *RANK_SETTINGS)
 JOB_TASKS = {  # whether a model is one, its server, its worker, and the flags that are its own
@@ -94,7 +94,7 @@ def register(app: typer.Typer) -> None:
     panels = {
         "Server": (TASK, *SERVER, PRICE),
         "Ranking": RANK_SETTINGS,
-        "Images": VISION,
+        "Images (for a model that takes images)": VISION,
         "Videos": VIDEO_SETTINGS,
         "Workers": POOL,
         "Router": ROUTER,
@@ -113,6 +113,7 @@ def serve(settings: Settings) -> None:
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
     tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
+    tokenmill serve qwen3-vl-tiny    takes images; its weights are random
     tokenmill serve --workers 8 --fronts 4
     tokenmill serve demo/model --task rank --workers 2
     tokenmill serve Qwen/Qwen3-30B-A3B --ep 4 --redundant-experts 4 --rebalance-steps 500
@@ -167,7 +168,9 @@ def serve(settings: Settings) -> None:
     tokenizer = load_tokenizer(path, config.chat_template)
     vision = settings.build(VisionConfig)
     images = image_loader(path, vision)
-    part = _part(settings, pool, images is not None)
+    if images is None:
+        _refuse_image_flags(roles)
+    part = _part(settings, pool)
     commands = [[*worker_command(role, path), *part] for role in roles]
     encoder = _encoder_command(shared, path, part) if part else None
     if config.fronts > 1:
@@ -190,12 +193,17 @@ def task_of(settings: Settings, model: str) -> str:
     return next((name for name, (fits, *_) in JOB_TASKS.items() if fits(model)), "generate")
 
 
-def _part(settings: Settings, pool: PoolConfig, takes_images: bool) -> list[str]:
+def _refuse_image_flags(roles: list[Settings]) -> None:
+    """What was given for images, by any source, is an error where the model takes none."""
+    for key in IMAGE_ONLY:
+        if any(key in role for role in roles):
+            raise SettingsError(f"--{key}: the model takes no images; leave the flag out")
+
+
+def _part(settings: Settings, pool: PoolConfig) -> list[str]:
     """What workers are told where others encode images: their part, and how features come."""
     if not pool.encoder:
         return []
-    if not takes_images:
-        raise SettingsError("--encoder: the model takes no images")
     if settings.get("attention-dp"):
         raise SettingsError("--encoder does not go with --attention-dp: give one of them")
     return ["--part", "language", "--feature-connector", _connector(settings, pool)]
@@ -211,15 +219,12 @@ def _encoder_command(settings: Settings, path: Path, part: list[str]) -> list[st
 def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
     """What loads the images of calls, for a model that takes some."""
     from tokenmill.vision.loader import ImageLoader
-    from tokenmill.vision.processor import load_processor
+    from tokenmill.vision.processor import check_pillow, load_processor
 
     processor = load_processor(path)
     if processor is None:
         return None
-    if find_spec("PIL") is None:
-        raise TokenmillError(
-            "the model takes images, which need Pillow; type: pip install 'tokenmill[vision]'"
-        )
+    check_pillow()
     return ImageLoader(processor, config)
 
 

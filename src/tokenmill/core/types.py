@@ -42,6 +42,14 @@ class ImageError(InvalidRequestError):
     """An image that cannot be taken; the message says why, of "it"."""
 
 
+class LargeImageError(ImageError):
+    """An image over a limit; `remedy` is what helps at a server, beside a smaller image."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class ModelLoadError(TokenmillError):
     """A checkpoint, config or tokenizer cannot be used; the message names file and field."""
 

@@ -13,7 +13,7 @@ import ssl
 from functools import cache
 from urllib.parse import urljoin
 
-from tokenmill.core.types import ImageError, TokenmillError
+from tokenmill.core.types import ImageError, LargeImageError, TokenmillError
 from tokenmill.http_connection import Headers, HttpConnection
 from tokenmill.vision.addresses import AllowedHosts, Target, check_address
 
@@ -112,12 +112,12 @@ class _Download(HttpConnection):
         elif (length := fields.get(b"content-length", b"")).isdigit() and int(
             length
         ) > self._max_bytes:
-            self.fail(_too_large(self._max_bytes))
+            self._refuse(too_large(self._max_bytes))
 
     def take_body(self, parts: list[bytes]) -> None:
         self._size += sum(map(len, parts))
         if self._size > self._max_bytes:
-            self.fail(_too_large(self._max_bytes))
+            self._refuse(too_large(self._max_bytes))
         elif not self.done.done():
             self._received += parts
 
@@ -125,7 +125,10 @@ class _Download(HttpConnection):
         self._end()
 
     def fail(self, reason: str) -> None:
-        self._end(ImageError(reason))
+        self._refuse(ImageError(reason))
+
+    def _refuse(self, error: ImageError) -> None:
+        self._end(error)
         self._received.clear()
         if self.transport is not None:
             self.transport.abort()
@@ -142,5 +145,7 @@ class _Download(HttpConnection):
             self.done.set_exception(error)
 
 
-def _too_large(max_bytes: int) -> str:
-    return f"it is larger than {max_bytes} bytes (--max-image-size)"
+def too_large(max_bytes: int) -> LargeImageError:
+    """The error of a file over the limit."""
+    remedy = "start the server with a larger --max-image-size"
+    return LargeImageError(f"it is larger than {max_bytes} bytes", remedy)

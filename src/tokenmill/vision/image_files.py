@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from tokenmill.core.types import ImageError
+from tokenmill.core.types import ImageError, LargeImageError
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -59,9 +59,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _check_area(size: tuple[int, int] | None, max_area: int) -> None:
     if size is not None and size[0] * size[1] > max_area:
-        raise ImageError(
-            f"it has {size[0]} x {size[1]} pixels, and {max_area} are allowed "
-            "(--max-image-area); send a smaller one"
+        raise LargeImageError(
+            f"it has {size[0]} x {size[1]} pixels, and {max_area} are allowed",
+            "start the server with a larger --max-image-area",
         )
 
 

@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill.core.images import ImageInput
-from tokenmill.core.types import ImageError, ModelLoadError
+from tokenmill.core.types import ImageError, LargeImageError, ModelLoadError, TokenmillError
 
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 MAX_ASPECT = 200
@@ -97,9 +98,9 @@ class ImageProcessor:
         image = open_image(data, max_area)
         num_tokens = self.num_tokens(*image.size, limits)
         if num_tokens > max_tokens:
-            raise ImageError(
-                f"it has {num_tokens} tokens, and this model's context has {max_tokens}; send a "
-                "smaller one, or max_pixels"
+            raise LargeImageError(
+                f"it has {num_tokens} tokens, and this model's context has {max_tokens}",
+                "send max_pixels",
             )
         upright = decode(image)
         height, width = smart_resize(upright.height, upright.width, self.factor, limits)
@@ -160,6 +161,14 @@ def load_processor(path: Path) -> ImageProcessor | None:
             f"{path}: preprocessor_config.json and config.json have different patch sizes"
         )
     return processor
+
+
+def check_pillow() -> None:
+    """TokenmillError where images cannot be decoded."""
+    if find_spec("PIL") is None:
+        raise TokenmillError(
+            "the model takes images, which need Pillow; type: pip install 'tokenmill[vision]'"
+        )
 
 
 def _processor(values: dict[str, Any], token_id: int) -> ImageProcessor:

@@ -12,7 +12,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from tokenmill.core.types import ImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.addresses import AllowedHosts
-from tokenmill.vision.fetching import fetch
+from tokenmill.vision.fetching import fetch, too_large
 
 
 class ImageSources:
@@ -53,7 +53,7 @@ class ImageSources:
         if head[5:11].lower() == "video/":
             raise ImageError("it is a video; send some of its frames as images")
         if len(data) > self._max_bytes * 4 // 3 + 4096:
-            raise ImageError(f"it is larger than {self._max_bytes} bytes (--max-image-size)")
+            raise too_large(self._max_bytes)
         if not head.lower().endswith(";base64"):
             return unquote_to_bytes(data)
         return decode_base64(data)
@@ -83,7 +83,7 @@ class ImageSources:
             if not stat.S_ISREG(status.st_mode):
                 raise ImageError("its file: URL is not that of a file")
             if status.st_size > self._max_bytes:
-                raise ImageError(f"it is larger than {self._max_bytes} bytes (--max-image-size)")
+                raise too_large(self._max_bytes)
             with open(handle, "rb", closefd=False) as file:
                 return file.read(self._max_bytes)
         finally:

@@ -10,6 +10,7 @@ from tokenmill.api.protocol.decoding import refuse_built_in
 from tokenmill.api.protocol.requests import (
     INT32_MAX,
     MAX_STOPS,
+    ImageSchema,
     NoItems,
     PixelBounds,
     Schema,
@@ -30,18 +31,26 @@ class TextBlock(Schema, kw_only=True, tag_field="type", tag="text"):
     citations: Any = None
 
 
-class Base64Source(Schema, kw_only=True, tag_field="type", tag="base64"):
+class Base64Source(ImageSchema, kw_only=True, tag_field="type", tag="base64"):
     media_type: str
     data: str
 
 
-class UrlSource(Schema, kw_only=True, tag_field="type", tag="url"):
+class UrlSource(ImageSchema, kw_only=True, tag_field="type", tag="url"):
     url: str
+
+
+class ImageTransformations(ImageSchema, kw_only=True):
+    oversized_image: Annotated[
+        Literal["downsize"] | None,
+        unsupported("images over the limit are always scaled down; send 'downsize'"),
+    ] = None
 
 
 class ImageBlock(PixelBounds, kw_only=True, tag_field="type", tag="image"):
     source: Base64Source | UrlSource
     cache_control: Any = None
+    transformations: ImageTransformations | None = None
 
 
 class ThinkingBlock(Schema, kw_only=True, tag_field="type", tag="thinking"):

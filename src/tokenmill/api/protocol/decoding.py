@@ -19,7 +19,7 @@ import msgspec
 from msgspec import inspect
 
 from tokenmill.api.errors import ApiError
-from tokenmill.api.protocol.requests import INT32_MAX
+from tokenmill.api.protocol.requests import INT32_MAX, ImageSchema
 
 T = TypeVar("T")
 Info = inspect.Type
@@ -31,7 +31,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_NOTED = 256  # names that the log tells about
-# Where unknown fields have no effect: templates read only the known ones.
+# Where unknown fields have no effect, but for those of images: templates read only the known ones.
 _FREE = ("messages[", "input[")
 
 # What other servers call it -> what it is here.
@@ -175,7 +175,10 @@ def _info(kind: Any) -> Info:
 
 
 def _prune(value: Any, info: Info | None, path: str, dropped: list[str]) -> None:
-    """Drop unknown fields that are null or stand in a message; note those that said something."""
+    """Drop unknown fields that are null or stand in a message; note those that said something.
+
+    Those of an image are kept: a misspelt limit would change what the model sees.
+    """
     info = _branch(info, value)
     if isinstance(info, inspect.ListType):
         for item in value:
@@ -183,14 +186,19 @@ def _prune(value: Any, info: Info | None, path: str, dropped: list[str]) -> None
     if not isinstance(info, inspect.StructType):
         return
     known = {field.encode_name: field.type for field in info.fields}
+    is_free = path.startswith(_FREE) and not _is_image(info)
     for name in list(value):
         if name in known:
             _prune(value[name], known[name], f"{path}.{name}" if path else name, dropped)
             value[name] = _whole(value[name], known[name])
-        elif name != info.tag_field and (value[name] is None or path.startswith(_FREE)):
+        elif name != info.tag_field and (value[name] is None or is_free):
             if value[name] is not None:
                 dropped.append(f"{path}.{name}")
             del value[name]
+
+
+def _is_image(info: Info | None) -> bool:
+    return isinstance(info, inspect.StructType) and issubclass(info.cls, ImageSchema)
 
 
 def _whole(value: Any, info: Info) -> Any:
@@ -252,18 +260,27 @@ def explain(text: str, raw: Any, info: Info, elsewhere: Mapping[str, str] = _ELS
 def _unknown(path: str, name: str, raw: Any, info: Info, elsewhere: Mapping[str, str]) -> ApiError:
     full = f"{path}.{name}" if path else name
     owner = _branch(_look_up(path, raw, info)[1], _look_up(path, raw, info)[0])
-    known = [f.encode_name for f in owner.fields] if isinstance(owner, inspect.StructType) else []
-    near = get_close_matches(name, known, 1)
+    near = get_close_matches(name, _field_names(owner), 1)
     inside = _members_with(owner, name)
     if inside:
         advice = f"send it inside {inside[0]!r}"
-    elif name in elsewhere:
+    elif name in elsewhere and not _is_image(owner):
         advice = elsewhere[name]
     elif near:
         advice = f"did you mean {near[0]!r}? Otherwise leave it out"
     else:
         advice = "leave it out"
+    if _is_image(owner):
+        advice += f". Allowed here: {', '.join(_field_names(owner))}"
     return ApiError(400, f"{full}: unknown or unsupported field; {advice}", full, "unknown_field")
+
+
+def _field_names(info: Info | None) -> list[str]:
+    """The fields that an object may have, with the one that tells which object it is."""
+    if not isinstance(info, inspect.StructType):
+        return []
+    tag = [] if info.tag_field is None else [info.tag_field]
+    return tag + [field.encode_name for field in info.fields]
 
 
 def _members_with(owner: Info | None, name: str) -> list[str]:

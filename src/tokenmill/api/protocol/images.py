@@ -19,7 +19,7 @@ from tokenmill.api.protocol.requests import (
     UserMessage,
 )
 from tokenmill.core.images import ImageInput
-from tokenmill.core.types import ImageError, InvalidRequestError
+from tokenmill.core.types import ImageError, InvalidRequestError, LargeImageError
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import LOW_DETAIL_PIXELS, ImageProcessor, PixelLimits
 
@@ -134,12 +134,19 @@ async def load_images(
     images: list[ImageInput] = []
     for place, image in zip(wanted, loaded, strict=True):
         if isinstance(image, ImageError):
-            message = f"{place.path}: the image cannot be used: {image}"
+            message = f"{place.path}: the image cannot be used: {_reason(image)}"
             raise ApiError(400, message, place.path, "invalid_image")
         if isinstance(image, BaseException):
             raise image
         images.append(image)
     return images
+
+
+def _reason(error: ImageError) -> str:
+    """Why an image is not taken, in the words of a server's callers."""
+    if isinstance(error, LargeImageError):
+        return f"{error}; send a smaller one, or {error.remedy}"
+    return str(error)
 
 
 def mark_images(message: dict[str, Any]) -> None:

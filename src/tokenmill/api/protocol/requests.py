@@ -52,6 +52,10 @@ class Schema(msgspec.Struct, forbid_unknown_fields=True):
     """Base of every struct a client fills: unknown fields are refused."""
 
 
+class ImageSchema(Schema):
+    """Base of all that describes an image: unknown fields are refused inside messages, too."""
+
+
 class TextPart(Schema, kw_only=True, tag_field="type", tag="text"):
     text: str
     cache_control: Any = None
@@ -61,7 +65,7 @@ Detail = Literal["low", "high", "auto", "original"]
 PixelCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 
 
-class PixelBounds(Schema, kw_only=True):
+class PixelBounds(ImageSchema, kw_only=True):
     """Fewest and most pixels of an image after it is resized."""
 
     min_pixels: PixelCount | None = None
@@ -71,6 +75,7 @@ class PixelBounds(Schema, kw_only=True):
 class ImageUrl(PixelBounds, kw_only=True):
     url: str
     detail: Detail | None = None
+    format: Any = None  # LiteLLM's: the file says by itself which kind it is
 
 
 class ImagePart(PixelBounds, kw_only=True, tag_field="type", tag="image_url"):
@@ -78,6 +83,7 @@ class ImagePart(PixelBounds, kw_only=True, tag_field="type", tag="image_url"):
     detail: Detail | None = None
     uuid: Any = None  # vLLM's; images are known by their content here
     cache_control: Any = None
+    prompt_cache_breakpoint: Any = None  # all prefixes are cached
 
 
 class LocatedImage(ImagePart, kw_only=True, tag_field="type", tag="image_url"):

@@ -15,7 +15,13 @@ import msgspec
 from msgspec import field
 
 from tokenmill.api.protocol.answers import ChatLogprob
-from tokenmill.api.protocol.requests import Detail, PixelCount, Schema, unsupported
+from tokenmill.api.protocol.requests import (
+    Detail,
+    ImageSchema,
+    PixelCount,
+    Schema,
+    unsupported,
+)
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _CARRIED = "tokenmill-reasoning-"  # reasoning in the field that clients hand back unread
@@ -25,12 +31,13 @@ class InputText(Schema, kw_only=True, tag_field="type", tag="input_text"):
     text: str
 
 
-class InputImage(Schema, kw_only=True, tag_field="type", tag="input_image"):
+class InputImage(ImageSchema, kw_only=True, tag_field="type", tag="input_image"):
     image_url: str | None = None
     detail: Detail | None = None
     file_id: Annotated[None, unsupported("files are not kept here; send image_url")] = None
     min_pixels: PixelCount | None = None
     max_pixels: PixelCount | None = None
+    prompt_cache_breakpoint: Any = None  # all prefixes are cached
 
 
 class OutputText(Schema, kw_only=True, tag_field="type", tag="output_text"):

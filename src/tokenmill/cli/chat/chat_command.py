@@ -40,6 +40,7 @@ def chat(settings: Settings) -> None:
     tokenmill chat --system "You are a pirate." --temperature 0.9
     tokenmill chat --url http://127.0.0.1:8000/v1
     tokenmill chat Qwen/Qwen3-VL-4B-Instruct --image photo.jpg
+    tokenmill chat qwen3-vl-tiny --image photo.jpg    random weights
 
     [bold]/reset[/bold] forgets the conversation, [bold]/exit[/bold] or Ctrl-D leaves.
     Ctrl-C stops an answer without leaving.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.core.images import ImageInput, ImageSpan
-from tokenmill.core.types import ImageError, TokenmillError
+from tokenmill.core.types import ImageError, LargeImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 
 if TYPE_CHECKING:
@@ -45,15 +45,23 @@ class ImagePrompts:
 
     def check(self, files: Sequence[str]) -> None:
         """Make these images; TokenmillError names the one that the model cannot take."""
-        if files and self._processor is None:
+        if not files:
+            return
+        if self._processor is None:
             raise TokenmillError("--image: this model takes text only; leave --image out")
+        from tokenmill.vision.processor import check_pillow
+
+        check_pillow()
         for file in files:
             if file.startswith(("http://", "https://")):
                 raise TokenmillError(f"--image {file}: a URL needs a server (--url); give a file")
             try:
                 self._image(_url(file))
             except ImageError as error:
-                raise TokenmillError(f"--image {file}: it cannot be used: {error}") from None
+                advice = "; give a smaller one" if isinstance(error, LargeImageError) else ""
+                raise TokenmillError(
+                    f"--image {file}: it cannot be used: {error}{advice}"
+                ) from None
 
     def encode(
         self, tokenizer: Tokenizer, messages: Messages

