@@ -78,10 +78,10 @@ def test_a_short_context_makes_room_for_more() -> None:
 @pytest.mark.parametrize(
     ("name", "memory", "expected"),
     [
-        ("qwen3-0.6b", H200, 8192),
-        ("llama3.1-8b", H200, 8192),
-        ("qwen3-14b", H200, 4096),
-        ("qwen3-30b-a3b", H200, 8192),  # of 128 experts a token takes eight
+        ("qwen3-0.6b", H200, 8448),
+        ("llama3.1-8b", H200, 8448),
+        ("qwen3-14b", H200, 4224),
+        ("qwen3-30b-a3b", H200, 8448),  # of 128 experts a token takes eight
         ("llama3.1-8b", L4, 2048),
         ("llama3.1-8b", None, 512),
     ],
@@ -162,7 +162,7 @@ def chosen(cache: CacheConfig, limits: SchedulerConfig, device: str = "cuda") ->
 
 def test_resolve_chooses_what_was_left_open(gpu: None) -> None:
     found = chosen(CacheConfig(), SchedulerConfig())
-    assert (found.max_num_seqs, found.max_num_batched_tokens) == (512, 4096)
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (512, 4224)
     small = chosen(CacheConfig(memory_bytes=20 * GIB), SchedulerConfig())
     assert small.max_num_seqs == 104
     exact = chosen(CacheConfig(num_blocks=100), SchedulerConfig())
@@ -178,7 +178,7 @@ def test_on_cpu_memory_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("qwen3-vl-30b-a3b", 8192), ("qwen3-vl-235b-a22b", 2048)]
+    ("name", "tokens"), [("qwen3-vl-30b-a3b", 8448), ("qwen3-vl-235b-a22b", 2048)]
 )
 def test_images_lengthen_a_full_step_by_half_at_most(name: str, tokens: int) -> None:
     spec = shape_spec(name)
