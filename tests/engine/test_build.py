@@ -17,7 +17,7 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.types import ModelLoadError
-from tokenmill.engine import build
+from tokenmill.engine import build, choices
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import choose_device, resolve_setup
 from tokenmill.engine.graphs.capture import CaptureReport
@@ -47,6 +47,18 @@ def test_auto_follows_the_machine_and_the_compute_type(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = ModelConfig(dtype=dtype, device=device)  # type: ignore[arg-type]
     assert choose_device(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "expected"),
+    [("cuda", True, "bf16"), ("cpu", True, "int8"), ("cpu", False, "fp32")],
+)
+def test_all_workers_choose_one_type(
+    monkeypatch: pytest.MonkeyPatch, device: str, compiled: bool, expected: str
+) -> None:
+    """By a rule: timed trials had two answers on a busy machine, one for each worker."""
+    monkeypatch.setattr(choices, "cpu_kernels", lambda: compiled)
+    assert choices.choose_dtype(device) == expected
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class ModelConfig:
     )
     dtype: Literal["auto", "fp32", "int8", "bf16", "fp8"] = setting(
         "auto",
-        "Compute type of the weights; auto: bf16 on a GPU, else the faster of fp32 and int8.",
+        "Compute type of the weights; auto: bf16 on a GPU, int8 on a CPU (fp32 without AVX2).",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the engine runs.")
     random_weights: bool = setting(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -37,7 +34,6 @@ from tokenmill.engine.limits import (
 )
 from tokenmill.engine.ranks.group import ranks_per_gpu
 from tokenmill.kernels import MODE, cpu_kernels
-from tokenmill.kernels.matmul import by_groups, matmul, pack, quantize_rows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints import store
 from tokenmill.models.checkpoints.shards import plan_layout
@@ -46,7 +42,6 @@ from tokenmill.parallel import Ranks
 
 KV_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 KVType = Literal["fp32", "fp16", "bf16", "fp8"]
-_TRIAL_ROWS, _TRIAL_BYTES, _TRIALS = 4, 2**26, 4  # of the choice of a compute type on CPU
 _CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes beside torch's
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
@@ -65,7 +60,7 @@ def resolve_setup(asked: Setup) -> Setup:
     max_len = _context_limit(spec, model)
     num_threads = max(1, (model.num_threads or os.cpu_count() or 1) // size)
     set_num_threads(num_threads)
-    dtype = choose_dtype(spec, device) if model.dtype == "auto" else model.dtype
+    dtype = choose_dtype(device) if model.dtype == "auto" else model.dtype
     kv_dtype = _kv_dtype(cache, spec, device, dtype)
     _check_compute(spec, dtype, device)
     if device == "cuda" and execution.batch_invariant and spec.mla is not None:
@@ -263,33 +258,14 @@ def _kv_dtype(cache: CacheConfig, spec: ModelSpec, device: str, dtype: str) -> K
     return cache.dtype
 
 
-def choose_dtype(spec: ModelSpec, device: str) -> ComputeType:
-    """Return bf16 for a GPU, else the faster of fp32 and int8 for a few rows."""
+def choose_dtype(device: str) -> ComputeType:
+    """Return bf16 for a GPU, int8 for a CPU with compiled kernels, else fp32.
+
+    A rule and no trial: all workers of a server, and every start of them, have one type.
+    """
     if device == "cuda":
         return "bf16"
-    if not cpu_kernels():
-        return "fp32"  # without compiled kernels int8 is emulated
-    n, k = min(spec.intermediate_size, 4096), spec.hidden_size
-    x = torch.randn(_TRIAL_ROWS, k)
-    weights = [torch.randn(n, k) for _ in range(-(-_TRIAL_BYTES // (4 * n * k)))]
-    fp32, int8 = (
-        [pack(w, "fp32") for w in weights],
-        [pack(w, "int8", grouped=True) for w in weights],
-    )
-    best = {"fp32": math.inf, "int8": math.inf}
-    for _ in range(_TRIALS):  # in turns: what disturbs one disturbs the other
-        best["fp32"] = min(best["fp32"], _seconds(lambda: [matmul(x, w) for w in fp32]))
-        best["int8"] = min(
-            best["int8"],
-            _seconds(lambda: [matmul(quantize_rows(x, by_groups(k)), w) for w in int8]),
-        )
-    return "int8" if best["int8"] < best["fp32"] else "fp32"
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    return "int8" if cpu_kernels() else "fp32"
 
 
 def available_bytes() -> int:
