@@ -32,6 +32,9 @@ from tokenmill.core.bench_config import BenchConfig
 
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
 SOURCE = Path(tokenmill.__path__[0]).parent
+# FlashInfer's sampler would be compiled first. In one process vLLM's own errors are seen here.
+VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+VLLM_ENV |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PEER = '{"peer": '  # how the lines of vLLM's process begin
 
 
@@ -116,7 +119,7 @@ def our_rate(row: Row, work: Workload, seconds: float) -> dict[str, Any] | None:
 
 def start_vllm(name: str, site: str) -> Process:
     """A process that has vLLM imported, or is about to, and then waits to be asked for output."""
-    env = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = dict(os.environ) | VLLM_ENV
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [site, str(SOURCE)]))
     return Process([sys.executable, __file__, "--peer", name], env)
 
@@ -150,7 +153,7 @@ class Process:
             self._out.seek(0)
             lines = self._out.read().splitlines()
         if self._child.returncode != 0:
-            say(failed=" ".join(self._command[1:5]), why=why, end="\n".join(lines)[-1500:])
+            say(failed=" ".join(self._command[1:5]), why=why, end="\n".join(lines)[-3500:])
         return [line for line in lines if line.strip()]
 
 

@@ -106,7 +106,7 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = setting(
         None,
-        "Most tokens in one step; 512 on CPU, 2048 to 8192 on a GPU, by the size of the model.",
+        "Most tokens in one step; 512 on CPU, 2048 to 8448 on a GPU, by the size of the model.",
         count(1),
     )
     max_num_seqs: int | None = setting(
