@@ -41,7 +41,7 @@ def test_every_kernel_of_ours_has_its_part() -> None:
     files = [f for f in (SHAPES.parents[1] / "kernels/gpu").rglob("*.py") if f.stem not in others]
     names = {n for f in files for n in re.findall(r"^def (\w*_kernel)\(", f.read_text(), re.M)}
     small = {"_rms_norm", "_norm_pair", "_act_and_mul", "_quantize", "_rope", "_cache", "_place"}
-    small |= {"_route", "_rank", "_sort", "_sum", "_accept", "_advance", "_layer_norm"}
+    small |= {"_spread", "_route", "_rank", "_sort", "_sum", "_accept", "_advance", "_layer_norm"}
     sampling = {"_chunk_best", "_argmax", "_survey", "_collect", "_threshold", "_chunk_sum"}
     sampling |= {"_draw", "_penalise", "_bias"}
     found = {name.removesuffix("_kernel") for name in names if part_of(name) == "other"}
@@ -96,7 +96,7 @@ def test_command_on_cpu(folder: str, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--context", "50000"], "--context 50000: the model's context is 40960"),
         (["--context", "64", "--fusions"], "--fusions"),
-        (["--context", "64", "--kv-cache-memory", "64KB"], "the KV cache holds"),
+        (["--context", "64", "--kv-cache-memory", "32KB"], "the KV cache holds"),
         (["--decode-batch", "0"], "decode-batch"),
         (["--mtp", "2"], "No such option: --mtp"),
     ],

@@ -34,8 +34,10 @@ _KERNELS = {
     "_attention_kernel": "attention",
     "prefill_kernel": "attention",
     "_join_kernel": "attention",
+    "_unpack_kernel": "attention",
     "grouped_kernel": "experts",
     "_skinny_kernel": "linear",
+    "gated_kernel": "linear",
     "_matmul_kernel": "linear",
     "_scale_kernel": "linear",
     "nvjet": "linear",
@@ -48,6 +50,7 @@ _KERNELS = {
 FUSIONS = {
     "rms_norm": "norm, residual and rounding in one pass",
     "act_and_mul": "gate and rounding in one pass",
+    "gated_product": "gate and up, and their gate, in one kernel, where it is quicker",
     "quantize_rows": "rounding in one pass",
     "route": "the choice of experts in one kernel",
     "latent_cache": "latent norm, rotation and cache write in one kernel",
