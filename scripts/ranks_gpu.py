@@ -1,14 +1,15 @@
-"""What a decode step costs where two ranks share one GPU, beside one rank.
+"""What a decode step of two ranks that share one GPU costs beside one rank, and their answers.
 
     python scripts/ranks_gpu.py
     python scripts/ranks_gpu.py --device cpu --tiny --layers 2 --batch 4 --outputs 12
 
-NCCL takes one rank for each GPU, so two ranks on one exchange by gloo through host memory, and run
-without CUDA graphs. A dense model with `--tp 2`, and one of experts with `--ep 2` and with
-`--attention-dp`, all of random weights and cut to `--layers`, answer the same prompts as one rank
-does, with graphs and without. Steps count once every request is decoding. Answers whose sums run
-in another order (`--tp`) need not be the same: how many tokens are, from the first on, is told.
-What does not begin within `--seconds` is left out by name. The last line is one JSON object.
+NCCL takes one rank for each GPU, so two ranks on one exchange by gloo through host memory. A dense
+model with `--tp 2`, and one of experts with `--ep 2` and with `--attention-dp`, all of random
+weights and cut to `--layers`, answer the same prompts as one rank does: by CUDA graphs, which of
+several ranks end where these meet, and operation by operation ("eager"). Steps count once every
+request is decoding. On a GPU all compute batch-invariantly, so that answers of two ranks must be
+those of one. With `--any-batch`, and on a CPU, how many tokens are the same, from the first on, is
+told. What does not begin within `--seconds` is left out. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from itertools import takewhile
@@ -40,17 +42,18 @@ PROMPT_TOKENS = 64
 MOE_SIZES = {"num_experts": 32}  # of 128: a start has to be short
 TINY = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
 TINY |= {"vocab_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-GRAPHS, EAGER = ExecutionConfig(), ExecutionConfig(cuda_graphs=False)
-# By name: the model, how it runs, and how it is divided. The first of a model is what others are
-# compared with.
+# By name: the model, whether by graphs, and how it is divided. The first of a model is what others
+# are compared with.
 CELLS = {
-    "dense eager": ("dense", EAGER, ParallelConfig()),
-    "dense tp 2": ("dense", EAGER, ParallelConfig(tp=2)),
-    "experts eager": ("experts", EAGER, ParallelConfig()),
-    "experts ep 2": ("experts", EAGER, ParallelConfig(ep=2)),
-    "experts ep 2, attention dp": ("experts", EAGER, ParallelConfig(ep=2, attention_dp=True)),
-    "dense graphs": ("dense", GRAPHS, ParallelConfig()),
-    "experts graphs": ("experts", GRAPHS, ParallelConfig()),
+    "dense": ("dense", True, ParallelConfig()),
+    "dense tp 2": ("dense", True, ParallelConfig(tp=2)),
+    "experts": ("experts", True, ParallelConfig()),
+    "experts ep 2": ("experts", True, ParallelConfig(ep=2)),
+    "experts ep 2, attention dp": ("experts", True, ParallelConfig(ep=2, attention_dp=True)),
+    "dense tp 2, eager": ("dense", False, ParallelConfig(tp=2)),
+    "experts ep 2, eager": ("experts", False, ParallelConfig(ep=2)),
+    "dense, eager": ("dense", False, ParallelConfig()),
+    "experts, eager": ("experts", False, ParallelConfig()),
 }
 Answers = list[list[int]]
 
@@ -60,20 +63,26 @@ def main() -> None:
     began_s, cells, first = time.monotonic(), {}, {}
     with tempfile.TemporaryDirectory() as name:
         models = _write_models(Path(name), args)
-        for cell, (model, execution, parallel) in CELLS.items():
-            if args.device == "cpu" and execution is GRAPHS:
+        for cell, (model, graphs, parallel) in CELLS.items():
+            if args.device == "cpu" and not graphs:  # there are none
                 continue
             if time.monotonic() - began_s > args.seconds:
                 cells[cell] = {"left_out": f"{args.seconds:g} s were over"}
                 continue
+            execution = ExecutionConfig(cuda_graphs=graphs, batch_invariant=not args.any_batch)
             setup = _setup(models[model], execution, parallel, args)
             figures, answers = _measure(setup, args)
             cells[cell] = figures | _compared(answers, first.setdefault(model, answers))
             print(f"{cell}: {json.dumps(cells[cell])}", flush=True)
     seconds = round(time.monotonic() - began_s, 1)
-    keys = ("device", "dense", "experts", "tiny", "layers", "batch")
+    keys = ("device", "dense", "experts", "tiny", "layers", "batch", "any_batch")
     report = {"benchmark": "ranks-gpu"} | {key: getattr(args, key) for key in keys}
     print(json.dumps(report | {"cells": cells, "seconds": seconds}))
+    other = [
+        name for name, cell in cells.items() if cell.get("same_answers", args.batch) < args.batch
+    ]
+    if other and args.device == "cuda" and not args.any_batch:
+        sys.exit(f"answers differ from those of one rank: {', '.join(other)}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,7 +94,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="of each model")
     parser.add_argument("--batch", type=int, default=16, help="requests at once")
     parser.add_argument("--outputs", type=int, default=64, help="tokens of each")
-    parser.add_argument("--seconds", type=float, default=50.0, help="in which cells may begin")
+    parser.add_argument("--any-batch", action="store_true", help="the quickest kernels")
+    parser.add_argument("--seconds", type=float, default=100.0, help="in which cells may begin")
     return parser.parse_args()
 
 

@@ -6,8 +6,9 @@ by way of host memory between ranks that share a GPU: NCCL takes one rank for ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Literal
@@ -35,6 +36,18 @@ class Exchange:
         return self.rows if self.device is None else self.rows.to(self.device)
 
 
+Together = Callable[[torch.Tensor], object]  # what ranks do together to x, in place
+
+
+class Apart:
+    """Takes what ranks do together while a step is captured, and does it between two graphs."""
+
+    __slots__ = ("between",)
+
+    def __init__(self) -> None:
+        self.between: Callable[[Together, torch.Tensor], object] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The processes that run one model together, as one of them sees it."""
@@ -42,6 +55,24 @@ class Ranks:
     rank: int = 0
     size: int = 1
     staged: bool = False  # tensors of a GPU travel by way of host memory
+    apart: Apart = field(default_factory=Apart, compare=False)
+
+    def together(self, do: Together, x: torch.Tensor) -> torch.Tensor:
+        """Have all ranks do something to x in place; no CUDA graph may have it inside."""
+        if self.apart.between is None:
+            do(x)
+        else:
+            self.apart.between(do, x)
+        return x
+
+    @contextmanager
+    def in_pieces(self, between: Callable[[Together, torch.Tensor], object]) -> Iterator[None]:
+        """Within it `between` takes what is to be done together."""
+        self.apart.between = between
+        try:
+            yield
+        finally:
+            self.apart.between = None
 
     def shares(self, count: int) -> list[int]:
         """How many of `count` rows each rank takes, in the order of the ranks."""
@@ -54,11 +85,22 @@ class Ranks:
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in place."""
-        if self.size > 1:
-            sent = self._sent(x)
-            dist.all_reduce(sent)
-            self._arrive(x, sent)
-        return x
+        return x if self.size == 1 else self.together(self._add_up, x)
+
+    def _add_up(self, x: torch.Tensor) -> None:
+        sent = self._sent(x)
+        dist.all_reduce(sent)
+        self._arrive(x, sent)
+
+    def add_in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, pair by pair in the order of 2, 4, 8, ... ranks, whoever computes it."""
+        return x if self.size == 1 else self.together(self._add_in_order, x)
+
+    def _add_in_order(self, x: torch.Tensor) -> None:
+        parts = list(self.gather(x))
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        x.copy_(parts[0])
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's x, [ranks, ...]; all have the same shape."""

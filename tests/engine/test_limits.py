@@ -220,7 +220,7 @@ def test_engines_and_ranks_on_one_gpu_take_their_share(
         setup = resolve_setup(
             Setup(model, CacheConfig(), SchedulerConfig(), parallel=ParallelConfig(tp=2))
         )
-        assert setup.cache.gpu_share == share and not setup.execution.cuda_graphs
+        assert setup.cache.gpu_share == share and setup.execution.cuda_graphs
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("TOKENMILL_RANK_ADDRESS", "10.0.0.1:5")  # somebody gives each rank a GPU
     assert (

@@ -289,18 +289,21 @@ TIERS_SETUPS = {
 
 
 TWO = 2  # ranks, or engines, on one GPU
-EAGER = replace(INVARIANT, cuda_graphs=False)  # ranks have no graphs
+EAGER = replace(INVARIANT, cuda_graphs=False)
 RANKS_SETUPS = {
     "moves": EngineSetup("qwen3", INVARIANT, connector="auto"),
     "moves-windows": EngineSetup("gemma3", INVARIANT, connector="auto"),
     "moves-fp8": EngineSetup("qwen3", INVARIANT, kv_dtype="fp8", connector="auto"),
     "eager": EngineSetup("drafted-qwen3", EAGER),
-    "tp": EngineSetup("drafted-qwen3", EAGER, parallel=ParallelConfig(tp=TWO)),
+    "tp": EngineSetup("drafted-qwen3", INVARIANT, parallel=ParallelConfig(tp=TWO)),
+    "tp-eager": EngineSetup("drafted-qwen3", EAGER, parallel=ParallelConfig(tp=TWO)),
     "moe": EngineSetup("qwen3-moe", EAGER),
-    "moe-ep": EngineSetup("qwen3-moe", EAGER, parallel=ParallelConfig(ep=TWO)),
-    "moe-dp": EngineSetup("qwen3-moe", EAGER, parallel=ParallelConfig(ep=TWO, attention_dp=True)),
+    "moe-ep": EngineSetup("qwen3-moe", INVARIANT, parallel=ParallelConfig(ep=TWO)),
+    "moe-dp": EngineSetup(
+        "qwen3-moe", INVARIANT, parallel=ParallelConfig(ep=TWO, attention_dp=True)
+    ),
     "gpt-oss-eager": EngineSetup("gpt-oss", EAGER),
-    "gpt-oss-ep": EngineSetup("gpt-oss", EAGER, parallel=ParallelConfig(ep=TWO)),
+    "gpt-oss-ep": EngineSetup("gpt-oss", INVARIANT, parallel=ParallelConfig(ep=TWO)),
     "large-steps": EngineSetup(
         "qwen3", INVARIANT, num_blocks=400, limits=replace(LIMITS, max_num_batched_tokens=16384)
     ),

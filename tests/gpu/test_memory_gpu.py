@@ -21,15 +21,29 @@ SLACK = 24 * 2**20  # bytes: a step of 15,000 tokens takes more, one of 2,000 le
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """In it torch has some megabytes more than it holds, and nothing is left to be freed."""
+    """In it torch can allocate some megabytes, whatever earlier tests have left."""
     gc.collect()
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + SLACK) / total)
+    total, held = torch.cuda.get_device_properties(0).total_memory, torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(held / total)
+    fill = fill_holes()
+    torch.cuda.set_per_process_memory_fraction((held + SLACK) / total)
     try:
         yield
     finally:
+        fill.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def fill_holes() -> list[torch.Tensor]:
+    """What is free between tensors, in blocks that torch can still give."""
+    found, size = [], 2**30
+    while size >= 2**20:
+        try:
+            found.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return found
 
 
 def answers(engine: LanguageEngine, seed: int) -> list[list[int]]:

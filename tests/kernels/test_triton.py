@@ -18,6 +18,7 @@ KERNELS = {
         "twice_rounded",
         "matmul",
         "batch_invariance",
+        "matmul_parts",
         "skinny_matmul",
         "scale_product",
         "place_tokens",

@@ -282,6 +282,33 @@ def check_batch_invariance(device: str) -> None:
             assert torch.equal(gpu_matmul.matmul(part, weight, bias), together[rows])
 
 
+def check_matmul_parts(device: str) -> None:
+    """Ranks that have a half, a quarter or an eighth of k each add up to the bits of one."""
+    for m, n, k in ((5, 40, 320), (70, 150, 1024)):
+        x, weight, _, start = _product(m, n, k, "fp32", device)
+        whole = gpu_matmul.matmul(x, weight, parts=mm.SUM_PARTS, out_dtype=torch.float32)
+        expected = mm.matmul_reference(x, weight)
+        close = {"atol": DOT_TOLERANCE[device], "rtol": DOT_TOLERANCE[device]}
+        torch.testing.assert_close(whole, expected, **close)
+        own = start.clone()
+        assert gpu_matmul.matmul(x, weight, None, own, mm.SUM_PARTS) is own
+        assert torch.equal(own, whole + start)
+        for ranks in (2, 4, 8):
+            shares = zip(x.chunk(ranks, 1), weight.data.chunk(ranks, 1), strict=True)
+            sums = [
+                gpu_matmul.matmul(
+                    rows.contiguous(),
+                    mm.PackedWeight(columns.contiguous(), None, n, k // ranks, tiled=False),
+                    parts=mm.SUM_PARTS // ranks,
+                    out_dtype=torch.float32,
+                )
+                for rows, columns in shares
+            ]
+            while len(sums) > 1:
+                sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+            assert torch.equal(sums[0], whole)
+
+
 def check_skinny_matmul(device: str) -> None:
     shapes = ((1, 8, 64), (2, 30, 576), (3, 7, 1100), (4, 16, 48))
     _check_product(gpu_matmul.skinny_matmul, shapes, device)
@@ -565,6 +592,7 @@ CHECKS = {
     "twice_rounded": check_twice_rounded,
     "matmul": check_matmul,
     "batch_invariance": check_batch_invariance,
+    "matmul_parts": check_matmul_parts,
     "skinny_matmul": check_skinny_matmul,
     "scale_product": check_scale_product,
     "rope_and_cache": check_rope_and_cache,

@@ -47,10 +47,12 @@ from tokenmill.engine.drafts.relaxed import Relaxed
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
 from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
+from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
 from tokenmill.engine.open_tiers import open_tiers
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
+from tokenmill.engine.ranks.rank_graphs import capture_part
 from tokenmill.engine.ranks.rank_messages import Order
 from tokenmill.engine.ranks.rank_models import OwnModel, SharedDrafter, SharedModel
 from tokenmill.engine.ranks.rebalance import Rebalancer
@@ -278,17 +280,18 @@ def make_engine(
     else:
         runner.warm_up(FEW)  # a CPU's kernels are compiled for all shapes
     on_phase("warm-up")
-    if on_gpu and execution.cuda_graphs and execution.fused_kernels:
+    if isinstance(network, SharedModel | OwnModel):
+        network.graphs = part_graphs(setup, part)
+        runner.add_piecewise_graphs([] if network.graphs is None else network.graphs.sizes)
+    elif _captures(setup):
         limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
         report = runner.capture(
             scheduler.num_seqs, limits, capture_progress, execution.mtp, scheduler.budget
         )
         _log.info("%s", report.describe())
         on_phase("CUDA graphs")
-        # A step launched ahead is known to nobody else: to no other rank, and to no engine whose
-        # blocks it may write.
-        alone = part.link is None and network is part.network
-        runner.drafts.runs_ahead = alone and part.mtp is not None
+        # A step launched ahead is known to nobody else: to no engine whose blocks it may write.
+        runner.drafts.runs_ahead = part.link is None and part.mtp is not None
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
@@ -319,6 +322,19 @@ def make_engine(
         vision=spec.vision,
     )
     return engine, runner
+
+
+def part_graphs(setup: Setup, part: Part) -> PiecewiseGraphs | None:
+    """Of several ranks' engines the graphs of this rank, unless a module drafts."""
+    if not _captures(setup) or part.mtp is not None:
+        return None
+    return capture_part(setup, part.network, part.kv_cache, part.groups.sliding.num_groups)
+
+
+def _captures(setup: Setup) -> bool:
+    """Whether steps are to be replayed by CUDA graphs."""
+    execution = setup.execution
+    return setup.model.device == "cuda" and execution.cuda_graphs and execution.fused_kernels
 
 
 def _context_warning(setup: Setup, part: Part) -> list[str]:

@@ -82,8 +82,7 @@ def resolve_setup(asked: Setup) -> Setup:
             cache, block_size=block_size, dtype=kv_dtype, memory_share=share, gpu_share=gpu_share
         ),
         asked.scheduler,
-        # A step of several ranks needs the host to know how many rows travel.
-        replace(execution, cuda_graphs=execution.cuda_graphs and size == 1),
+        execution,
         parallel,
     )
     return replace(chosen, scheduler=_limits(chosen, spec, max_len))

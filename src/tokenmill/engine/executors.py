@@ -74,7 +74,7 @@ class PlainExecutor:
             size = self.graphs.size_for(batch.num_tokens)
             if size is not None:
                 inputs = self._builder.build(batch, size)
-                return inputs, self.graphs.run(inputs, seen)
+                return inputs, self.graphs.run(inputs.token_ids, inputs.attention, seen)
         inputs = self._builder.build(batch)
         return inputs, self._model.forward(inputs.token_ids, self._layers, inputs.attention, seen)
 

@@ -164,7 +164,8 @@ class ModelRunner:
 
     def add_piecewise_graphs(self, sizes: list[int]) -> None:
         """Pad steps that nothing else takes to these numbers of tokens."""
-        self.plain.graphs = PiecewiseGraphs(self.model, self.layers, self.builder, sizes)
+        groups, max_len = self.sliding.num_groups, self.builder.max_len
+        self.plain.graphs = PiecewiseGraphs(self.model, self.layers, sizes, groups, max_len)
 
     def add_draft_graphs(self, max_size: int, depth: int) -> None:
         """Run steps of 1 to `depth` drafts for each sequence in shapes of their own."""

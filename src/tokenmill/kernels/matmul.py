@@ -23,6 +23,7 @@ GROUP = 16  # channels of a row that are shifted alike: every fourth of BLOCK
 BLOCK = 64
 TILE_COLUMNS = 16  # outputs whose weights lie side by side; the last tile may be narrower
 SKINNY_ROWS = 4  # up to here a product only reads its weights, and norms and gates ride along
+SUM_PARTS = 8  # of a product that ranks may divide: 2, 4 or 8 of them give the bits of one
 SMALL_ROWS = 64  # up to here cuBLAS with one scale beats the kernel with row and column scales
 
 
@@ -232,6 +233,29 @@ def matmul_gelu(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> to
     if use_triton(weight.data, "matmul_gelu") and _by_cublas(x, weight):
         return torch._addmm_activation(bias, x, weight.data.T, use_gelu=True)
     return torch.nn.functional.gelu(matmul(x, weight, bias), approximate="tanh")
+
+
+def sum_parts(weight: PackedWeight, bias: torch.Tensor | None, num_ranks: int = 1) -> int:
+    """In how many parts a rank adds up its share of a product over k; 0: in no certain order.
+
+    Where a result may not depend on the batch, it does not depend on the number of ranks either.
+    What is rounded to 8 bits is rounded on each rank by itself, so there it does.
+    """
+    if not MODE.batch_invariant or not use_triton(weight.data):
+        return 0
+    if weight.rounding is not None or bias is not None:
+        return 0
+    parts = SUM_PARTS // num_ranks
+    return parts if parts * num_ranks == SUM_PARTS and weight.k % parts == 0 else 0
+
+
+def matmul_parts(
+    x: torch.Tensor, weight: PackedWeight, parts: int, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x[m, k] @ W.T in fp32, k in equal parts; or added to `add_to` in place, in its type."""
+    kernels = triton_kernels("matmul")
+    out: torch.Tensor = kernels.matmul(x, weight, None, add_to, parts, torch.float32)
+    return out
 
 
 def num_rows(x: torch.Tensor | QuantizedRows) -> int:

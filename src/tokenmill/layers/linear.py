@@ -12,8 +12,10 @@ from tokenmill.kernels.matmul import (
     Rounding,
     adds_in_place,
     matmul,
+    matmul_parts,
     pack,
     quantize_rows,
+    sum_parts,
 )
 from tokenmill.parallel import ONE, Ranks
 
@@ -71,6 +73,22 @@ class Linear:
         if self.rounding and isinstance(x, torch.Tensor):
             x = quantize_rows(x, self.rounding)
         return matmul(x, self.weight, self.bias, add_to)
+
+    def partial(self, x: torch.Tensor | QuantizedRows, num_ranks: int) -> torch.Tensor | None:
+        """A rank's part of the product in fp32, where its order of sums is that of one rank."""
+        parts = sum_parts(self.weight, self.bias, num_ranks)
+        if not parts:
+            return None
+        assert isinstance(x, torch.Tensor)
+        return matmul_parts(x, self.weight, parts)
+
+    def add(self, x: torch.Tensor | QuantizedRows, add_to: torch.Tensor) -> None:
+        """Add the product to `add_to` in place; ranks that divide it get the same bits."""
+        parts = sum_parts(self.weight, self.bias)
+        if parts and isinstance(x, torch.Tensor):
+            matmul_parts(x, self.weight, parts, add_to)
+        else:
+            self(x, add_to)
 
     def adds_in_place(self, x: torch.Tensor | QuantizedRows) -> bool:
         """False where `add_to` costs a pass of its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tokenmill.core.specs.moe import MoESpec
@@ -80,17 +82,27 @@ class MoE:
 
     def __call__(self, stream: Residual) -> None:
         layout = self.experts.layout
-        if layout.own_tokens or layout.ranks.size == 1:
+        if layout.ranks.size == 1:
             self._add(stream)
-            return
-        x = stream.complete()  # the same on every rank; each takes a share of the rows
-        part = Residual(x[layout.ranks.own(x.shape[0])], stream.eps)
-        if part.x.shape[0]:
-            self._add(part)
-            part.complete()
+        else:  # the host has to know how many rows travel
+            do = self._add_own if layout.own_tokens else self._add_shared
+            layout.ranks.together(partial(do, eps=stream.eps), stream.complete())
+
+    def _add_own(self, x: torch.Tensor, eps: float) -> None:
+        """Add the experts' results to this rank's rows."""
+        stream = Residual(x, eps)
+        self._add(stream)
+        stream.complete()
+
+    def _add_shared(self, x: torch.Tensor, eps: float) -> None:
+        """The same for rows that every rank has; each takes a share of them."""
+        ranks = self.experts.layout.ranks
+        part = x[ranks.own(x.shape[0])]
+        if part.shape[0]:
+            self._add_own(part, eps)
         else:
             self.assist()
-        layout.ranks.join(x)
+        ranks.join(x)
 
     def _add(self, stream: Residual) -> None:
         """The shared expert runs while rows travel."""

@@ -56,15 +56,21 @@ class Residual:
         """x += linear(rows), or its RMSNorm, summed over ranks that have some columns each."""
         assert self.delta is None
         if norm is not None:
-            product = linear(rows)
-            product = ranks.add_up(product) if ranks.size > 1 else product
+            product = self._product(linear, rows, ranks).to(self.x.dtype)
             self.delta = Residual(product, self.eps).normed(norm)
         elif ranks.size > 1:
-            self.x.add_(ranks.add_up(linear(rows)))
+            self.x.add_(self._product(linear, rows, ranks))
         elif linear.adds_in_place(rows):
-            linear(rows, add_to=self.x)
+            linear.add(rows, self.x)
         else:
             self.delta = linear(rows)
+
+    def _product(
+        self, linear: Linear, rows: torch.Tensor | QuantizedRows, ranks: Ranks
+    ) -> torch.Tensor:
+        """linear(rows) of all ranks together, [tokens, n], in fp32 where sums have one order."""
+        part = linear.partial(rows, ranks.size)
+        return ranks.add_up(linear(rows)) if part is None else ranks.add_in_order(part)
 
     def complete(self) -> torch.Tensor:
         """x with everything added, [tokens, hidden]."""

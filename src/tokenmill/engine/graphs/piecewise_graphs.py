@@ -3,6 +3,8 @@
 All that a layer does to each token by itself has one shape for a number of tokens, so it can be
 captured. Attention depends on whose tokens they are: it is launched between two pieces, with what
 this step knows. A step is then a graph and a launch or two for each layer, not ten launches.
+
+Of several ranks each has graphs of its own, which also end where ranks do something together.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import torch
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.engine.graphs.capture import Job, capturing, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
-from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.images import ImageBuffers, ImageRows
+from tokenmill.parallel import ONE, Ranks
 
 LEAST_TOKENS, MOST_TOKENS = 8, 2048
 # Weights are read for a few tokens as fast as for many: there padding by half costs nothing.
@@ -31,14 +33,15 @@ LAYER_FLOPS = 5e11
 
 
 class Cut(NamedTuple):
-    """The attention between two pieces: what launches it, its tensors, and whose blocks it reads.
+    """What is done between two pieces, and its tensors, which lie in the graphs' memory.
 
-    The tensors lie in the graphs' memory; the last one is the output.
+    Attention is told whose blocks it reads, and its last tensor is the output. What ranks do
+    together has no group.
     """
 
-    attend: Callable[..., None]
+    do: Callable[..., object]
     tensors: tuple[torch.Tensor, ...]
-    group: int
+    group: int | None
 
 
 class Pieces(NamedTuple):
@@ -52,13 +55,14 @@ class Pieces(NamedTuple):
         """Run the step; `groups` are its full layers and each group of sliding ones."""
         for graph, cut in zip(self.graphs, self.cuts, strict=False):
             graph.replay()
-            cut.attend(*cut.tensors, groups[cut.group])
+            known = () if cut.group is None else (groups[cut.group],)
+            cut.do(*cut.tensors, *known)
         self.graphs[-1].replay()
         return self.hidden
 
 
 class Recorder:
-    """Ends a graph at each attention of a forward pass and begins the next one."""
+    """Ends a graph at each cut of a forward pass and begins the next one."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -67,27 +71,33 @@ class Recorder:
         self.cuts: list[Cut] = []
 
     def record(self, forward: Callable[[], torch.Tensor]) -> Pieces:
-        """The pieces of a forward pass whose attentions call cut()."""
+        """The pieces of a forward pass that calls cut()."""
         with capturing(self._capture):
             hidden = forward()
         return Pieces(self.graphs, self.cuts, unowned(hidden))
 
-    def cut(self, group: int, attend: Callable[..., None], *tensors: torch.Tensor) -> None:
-        """End a piece here; the attention runs when pieces are replayed."""
+    def cut(self, group: int | None, do: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """End a piece here; `do` runs when pieces are replayed."""
         capture = self._capture
         capture.cuda_graph.capture_end()
-        self.cuts.append(Cut(attend, tuple(map(unowned, tensors)), group))
+        self.cuts.append(Cut(do, tuple(map(unowned, tensors)), group))
         capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
         self.graphs.append(capture.cuda_graph)
         mode = capture.capture_error_mode
         capture.cuda_graph.capture_begin(pool=self._pool, capture_error_mode=mode)
 
 
-def piecewise_sizes(most: int) -> list[int]:
+def _nothing(group: int | None, do: object, *tensors: torch.Tensor) -> None:
+    """In the place of a cut; what attention would have written is a number."""
+    if group is not None:
+        tensors[-1].zero_()
+
+
+def piecewise_sizes(most: int, least: int = LEAST_TOKENS) -> list[int]:
     """Ascending numbers of tokens: an eighth apart, and half where weights bound the time."""
 
     def suits(size: int) -> bool:
-        return size >= min(most, FINE_TOKENS) or (size >= LEAST_TOKENS and capture_rank(size) <= 1)
+        return size >= min(most, FINE_TOKENS) or (size >= least and capture_rank(size) <= 1)
 
     return [size for size in graph_sizes(most) if suits(size)]
 
@@ -108,16 +118,25 @@ class PiecewiseGraphs:
     """
 
     def __init__(
-        self, model: Model, layers: KVCache, builder: InputBuilder, sizes: Sequence[int]
+        self,
+        model: Model,
+        layers: KVCache,
+        sizes: Sequence[int],
+        num_sliding: int,
+        max_len: int,
+        ranks: Ranks = ONE,
     ) -> None:
-        self.model, self.layers, self.builder, self.sizes = model, layers, builder, list(sizes)
-        tables, most = builder.tables, max(self.sizes, default=0)
+        """The cache's last block is padding; num_sliding: groups of sliding layers."""
+        self.model, self.layers, self.sizes = model, layers, list(sizes)
+        self._max_len, self._ranks = max_len, ranks
+        most = max(self.sizes, default=0)
         most += -most % 4  # rows begin where kernels expect them
-        kind = torch.int64 if builder.device.type == "cpu" else torch.int32
-        rows = torch.zeros(3 + len(tables.sliding), most, dtype=kind, device=builder.device)
+        values = layers[0][1]  # [blocks, heads, block size, dim]
+        kind = torch.int64 if values.device.type == "cpu" else torch.int32
+        rows = torch.zeros(3 + num_sliding, most, dtype=kind, device=values.device)
         self._ids, self._positions, *self._slots = rows
         for slots in self._slots:
-            slots.fill_(tables.pad_block * builder.block_size)
+            slots.fill_((values.shape[0] - 1) * values.shape[2])
         self._images: ImageBuffers | None = None
         if model.spec.vision is not None:
             num_features = model.spec.vision.num_features
@@ -137,13 +156,13 @@ class PiecewiseGraphs:
 
     def _capture(self, size: int, pool: Any) -> None:
         # The first run compiles kernels and picks algorithms, which capture must not.
-        self._forward(size, lambda group, attend, *tensors: tensors[-1].zero_())
+        self._forward(size, _nothing)
         torch.cuda.synchronize()
         recorder = Recorder(pool)
         self._pieces[size] = recorder.record(lambda: self._forward(size, recorder.cut))
 
     def _forward(self, size: int, between: Callable[..., object]) -> torch.Tensor:
-        """A step over views of the input buffers, whose attentions are left to `between`."""
+        """A step over views of the input buffers; attention and ranks are left to `between`."""
         nobody = self._ids[:0]
         full, *sliding = (
             AttentionBatch(
@@ -160,22 +179,28 @@ class PiecewiseGraphs:
         )
         batch = replace(full, sliding=tuple(sliding))
         images = None if self._images is None else self._images.first(size)
-        return self.model.forward(self._ids[:size], self.layers, batch, images)
+        with self._ranks.in_pieces(partial(between, None)):
+            return self.model.forward(self._ids[:size], self.layers, batch, images)
 
     def size_for(self, num_tokens: int) -> int | None:
         """What a step of so many tokens is padded to; None where no graph suits it."""
         size = graph_for(self.sizes, num_tokens)
         # No position may lie beyond the longest sequence, of the one that pads neither.
-        return None if size is None or size - num_tokens > self.builder.max_len else size
+        return None if size is None or size - num_tokens > self._max_len else size
 
-    def run(self, inputs: Inputs, images: ImageRows | None = None) -> torch.Tensor:
-        """The hidden states of a step that was padded, valid until the next replay of any graph."""
-        size, batch = inputs.token_ids.shape[0], inputs.attention
+    def run(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, images: ImageRows | None = None
+    ) -> torch.Tensor:
+        """The hidden states of a step, valid until the next replay of any graph.
+
+        A step of another size than those that were captured runs operation by operation.
+        """
+        size = token_ids.shape[0]
         pieces = self._pieces.get(size)
         if pieces is None:
-            return self.model.forward(inputs.token_ids, self.layers, batch, images)
+            return self.model.forward(token_ids, self.layers, batch, images)
         groups = batch, *batch.sliding
-        self._ids[:size].copy_(inputs.token_ids)
+        self._ids[:size].copy_(token_ids)
         self._positions[:size].copy_(batch.positions)
         for own, group in zip(self._slots, groups, strict=True):
             own[:size].copy_(group.slots)

@@ -67,7 +67,7 @@ class RankGroup:
         if self._staged:
             _log.warning(
                 "%d ranks share %d GPU(s): NCCL takes one rank for each, so they exchange by gloo "
-                "through host memory, and without CUDA graphs, which the host cannot take part in",
+                "through host memory, which is slow",
                 size, torch.cuda.device_count(),
             )  # fmt: skip
         try:

@@ -3,6 +3,9 @@
 Where ranks share every token, rank 0 tells the others what to compute and broadcasts its inputs:
 a step, its logits where each rank has a part of the vocabulary, the same of the MTP module.
 Whatever fails inside is the end of all ranks: the others cannot know how far it came.
+
+On a GPU each rank replays its part of a step by CUDA graphs that end where ranks meet. Ranks need
+not have the same graphs: what they do together is the same in the same order without them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 
 from tokenmill.core.types import RanksLostError
 from tokenmill.engine.drafts.proposer import Cache, Drafter
+from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from tokenmill.engine.model import KVCache, RankModel
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.rank_messages import (
@@ -50,6 +54,21 @@ def all_or_none() -> Iterator[None]:
         raise RanksLostError(message) from error
 
 
+def run_part(
+    model: RankModel,
+    graphs: PiecewiseGraphs | None,
+    token_ids: torch.Tensor,
+    kv_cache: KVCache,
+    batch: AttentionBatch,
+    images: StepRows | None = None,
+) -> torch.Tensor:
+    """A rank's part of a step, by its graphs if there are any."""
+    assert not isinstance(images, ImageBuffers), "those of a step are rows until a graph has them"
+    if graphs is None:
+        return model.forward(token_ids, kv_cache, batch, images)
+    return graphs.run(token_ids, batch, images)
+
+
 class SharedModel:
     """A model whose ranks all compute the same tokens, as rank 0 runs it."""
 
@@ -58,6 +77,7 @@ class SharedModel:
         self.linears, self.norm = model.linears, model.norm
         self.visual = model.visual  # rank 0 encodes; the others get the features of a step
         self._model, self._group, self._rebalancer = model, group, rebalancer
+        self.graphs: PiecewiseGraphs | None = None  # of this rank's part
 
     def forward(
         self,
@@ -71,7 +91,7 @@ class SharedModel:
             _send_step(self._group, "step", token_ids, batch, images)
             if self._rebalancer is not None:
                 self._rebalancer.turn()
-            return self._model.forward(token_ids, kv_cache, batch, images)
+            return run_part(self._model, self.graphs, token_ids, kv_cache, batch, images)
 
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.draft_states(hidden)
@@ -121,7 +141,7 @@ def _send_step(
     images: StepRows | None = None,
 ) -> None:
     sizes, flat = pack_step(do, token_ids, batch)
-    assert not isinstance(images, ImageBuffers), "ranks run without CUDA graphs"
+    assert not isinstance(images, ImageBuffers), "those of a step are rows until a graph has them"
     if images is not None:
         sizes = replace(sizes, image_rows=images.features.shape[1])
     group.tell(sizes)
@@ -147,8 +167,10 @@ class Follower:
         ranks: Ranks,
         rebalancer: Rebalancer | None,
         reader: RankReader | None = None,
+        graphs: PiecewiseGraphs | None = None,
     ) -> None:
         """With a drafter the cache's last layer is its own; with a reader KV moves."""
+        self._graphs = graphs
         self._model, self._drafter, self._ranks, self._reader = model, drafter, ranks, reader
         self._rebalancer, self._kv_cache = rebalancer, kv_cache
 
@@ -162,7 +184,8 @@ class Follower:
                 if self._rebalancer is not None:
                     self._rebalancer.turn()
                 images = self._images(message.image_rows) if message.image_rows else None
-                model.forward(token_ids, self._kv_cache[: model.spec.num_layers], batch, images)
+                layers = self._kv_cache[: model.spec.num_layers]
+                run_part(model, self._graphs, token_ids, layers, batch, images)
             case Rows(do="logits"):
                 model.logits(self._rows(message.count))
             case Step(do="draft") if drafter is not None:
@@ -202,6 +225,7 @@ class OwnModel:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
         self.linears, self.visual, self.norm = model.linears, model.visual, model.norm
         self._model, self.ran = model, False
+        self.graphs: PiecewiseGraphs | None = None  # of this rank's part
 
     def forward(
         self,
@@ -213,7 +237,7 @@ class OwnModel:
         """Compute a step of this rank's, with the experts of all."""
         self.ran = True
         with all_or_none():
-            return self._model.forward(token_ids, kv_cache, batch, images)
+            return run_part(self._model, self.graphs, token_ids, kv_cache, batch, images)
 
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.draft_states(hidden)

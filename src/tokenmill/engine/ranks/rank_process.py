@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tokenmill.core.config import Setup
 from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
-from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer
+from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer, part_graphs
 from tokenmill.engine.ranks.group import Inbox, call, join
 from tokenmill.engine.ranks.leader import OwnEngine
 from tokenmill.engine.ranks.rank_messages import (
@@ -64,7 +64,8 @@ def _follow(
     """Compute this rank's part of what rank 0 does."""
     rebalancer = make_rebalancer(setup, part, ranks)
     reader = open_reader(setup, part, connection)
-    follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader)
+    graphs = part_graphs(setup, part)
+    follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader, graphs)
     while True:
         follower.follow(inbox.next())
 

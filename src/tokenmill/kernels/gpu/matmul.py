@@ -17,6 +17,7 @@ from tokenmill.kernels.gpu.rows import activate
 from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
 
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
+PARTS_TILE = (64, 128)  # where sums of several parts wait for each other in registers
 MATMUL_LINE_BYTES = 128  # of k per step: one swizzled line of shared memory
 MATMUL_GROUP = 8  # row tiles that share their columns of W in L2
 SCALE_BLOCK = 1024
@@ -140,6 +141,34 @@ def _skinny_kernel(
     _store(product, out, rows, columns, m, n, ADD)
 
 
+@triton.jit
+def _sum_parts(
+    x_line,
+    line,
+    first,
+    length,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Products of PARTS times `length` steps of k, added up part by part, then pair by pair."""
+    if PARTS > 1:
+        half: tl.constexpr = PARTS // 2
+        acc = _sum_parts(x_line, line, first, length, BM, BN, BK, EVEN, half)
+        acc += _sum_parts(x_line, line, first + half * length, length, BM, BN, BK, EVEN, half)
+    else:
+        steps, end = tl.arange(0, BK), first + length
+        acc = tl.zeros([BM, BN], tl.float32)
+        for start in range(first, end, BK):
+            inside = steps < end - start
+            values = _load(x_line + start + steps[None, :], inside[None, :], EVEN)
+            weights = _load(line + start + steps[:, None], inside[:, None], EVEN)
+            acc = tl.dot(values, weights, acc)
+    return acc
+
+
 @quick
 @triton.jit(do_not_specialize=["m"])
 def _matmul_kernel(
@@ -160,6 +189,7 @@ def _matmul_kernel(
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     tile, row_tiles, column_tiles = tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN)
     first = tile // (GROUP * column_tiles) * GROUP
@@ -170,13 +200,7 @@ def _matmul_kernel(
     row, column = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
     x_line = x + row.to(tl.int64)[:, None] * k
     line = weight + column.to(tl.int64)[None, :] * k
-    steps = tl.arange(0, BK)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, k, BK):
-        inside = steps < k - start
-        values = _load(x_line + start + steps[None, :], inside[None, :], EVEN)
-        weights = _load(line + start + steps[:, None], inside[:, None], EVEN)
-        acc = tl.dot(values, weights, acc)
+    acc = _sum_parts(x_line, line, 0, k // PARTS, BM, BN, BK, EVEN, PARTS)
     acc = _scale_and_bias(acc, row_scales, column_scales, bias, row, column, SCALED, BIAS)
     _store(acc, out, rows, columns, m, n, ADD)
 
@@ -291,14 +315,19 @@ def matmul(
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
+    parts: int = 1,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x[m, k] @ W.T (+ bias) -> [m, n], or added to `add_to` in place; bits of a row are its own.
 
-    fp8 sums stay in the tensor cores, as with use_fast_accum.
+    fp8 sums stay in the tensor cores, as with use_fast_accum. With several equal parts of k, each
+    part is summed by itself, and the sums pair by pair.
     """
     values, scales, dtype = _operands(x, weight)
+    dtype = out_dtype or dtype
     (m, k), n = values.shape, weight.n
-    bm, bn = MATMUL_TILE
+    assert parts in (1, 2, 4, 8) and k % parts == 0
+    bm, bn = MATMUL_TILE if parts == 1 else PARTS_TILE
     bk = MATMUL_LINE_BYTES // values.element_size()
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
@@ -316,10 +345,11 @@ def matmul(
         BN=bn,
         BK=bk,
         GROUP=MATMUL_GROUP,
-        EVEN=k % bk == 0,
+        EVEN=k // parts % bk == 0,
         SCALED=scales is not None,
         BIAS=bias is not None,
         ADD=add_to is not None,
+        PARTS=parts,
         num_warps=8,
         num_stages=4,
     )
