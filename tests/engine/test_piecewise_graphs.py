@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_heads import forgetful, save_head
 from driver import Answer, assert_same, build, complete
 from emulated_graphs import POOL, emulate
 from gpu.setups import LIMITS, PLAIN, Checkpoints, EngineSetup
@@ -81,6 +82,22 @@ def test_padding_changes_no_answer(
     assert_same(ask(padded), ask(plain))
     assert any(num_tokens < size for num_tokens, size in steps)
     padded.engine._scheduler.check_integrity()
+
+
+def test_padding_changes_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module sees what pads a step, too, and writes it where nobody reads."""
+    model = forgetful(tame(make_model("qwen3-tied"), 0.3))
+    folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
+    options = {"chunked": True, "prefix_cache": True, "num_blocks": 60, "mtp": 2, "draft": head}
+    plain, padded = (build(folder, "fp32", **options) for _ in range(2))
+    padded.runner.add_piecewise_graphs(SIZES)
+    assert padded.runner.plain.graphs is not None
+    steps = counted(padded.runner.plain.graphs, monkeypatch)
+    assert_same(ask(padded), ask(plain))
+    assert any(num_tokens < size for num_tokens, size in steps)
+    found, expected = padded.engine.stats(), plain.engine.stats()
+    assert sum(expected.num_accepted) > 0
+    assert (found.num_drafted, found.num_accepted) == (expected.num_drafted, expected.num_accepted)
 
 
 def captured(built: BuiltEngine) -> PiecewiseGraphs:

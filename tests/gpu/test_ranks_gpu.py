@@ -14,7 +14,8 @@ from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.ranks.rank_models import OwnModel, SharedModel
 
 Build = Callable[[str], BuiltEngine]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+OUT = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUT, ignore_eos=True, logprobs=0)
 
 
 def run(build: Build, name: str) -> list[Answer]:
@@ -29,7 +30,7 @@ def run(build: Build, name: str) -> list[Answer]:
             assert (model.graphs is None) == name.endswith("eager")
         found = complete(built.engine, prompts(), GREEDY)
         if isinstance(model, SharedModel | OwnModel) and model.graphs is not None:
-            assert model.graphs.num_replayed >= GREEDY.max_tokens
+            assert model.graphs.num_replayed >= OUT
         return found
     finally:
         built.close()

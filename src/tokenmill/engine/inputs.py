@@ -215,6 +215,7 @@ class InputBuilder:
             first = seq.num_computed_tokens + 1
             known = seq.token_ids[first : first + num_new]
             next_ids += known + [0] * (num_new - len(known))
+        next_ids += [0] * (inputs.token_ids.shape[0] - len(next_ids))  # of what pads the step
         count, most = len(inputs.ready), max(inputs.num_drafts, default=0)
         places, drafts = np.zeros((count, most + 1), np.int64), np.zeros((count, most), np.int64)
         firsts = np.cumsum([0, *(n + 1 for n in inputs.num_drafts)])

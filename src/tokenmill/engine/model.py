@@ -34,6 +34,7 @@ class Model(Protocol):
     stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
     visual: ImageEncoder | None  # None: it takes no images, or others encode them
     norm: torch.Tensor  # the final one, in the stream's type
+    read_layers: tuple[int, ...]  # whose incoming states drafts are made from, if not the last ones
 
     @property
     def linears(self) -> list[Linear]: ...

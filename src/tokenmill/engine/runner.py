@@ -123,9 +123,9 @@ class ModelRunner:
     ) -> CaptureReport:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
-        The pieces of other steps of up to `budget` tokens, too, unless a module drafts, and where
-        images are encoded here, small groups of them. The cache's last block is padding. All graphs
-        share one pool of memory.
+        The pieces of other steps of up to `budget` tokens, too, unless a head reads what is between
+        layers, and where images are encoded here, small groups of them. The cache's last block is
+        padding. All graphs share one pool of memory.
         """
         pool = torch.cuda.graph_pool_handle()
         decode = DecodeGraphs(self.model, self.layers, self.builder, max_size)
@@ -135,7 +135,7 @@ class ModelRunner:
         jobs = decode.jobs(pool) + self.prompts.graphs.jobs(pool)
         for graphs in self.drafts.graphs.values():
             jobs += graphs.jobs(pool)
-        if self.proposer is None and budget:
+        if budget and not self.model.read_layers:
             self.add_piecewise_graphs(piecewise_sizes(most_tokens(self.model.spec, budget)))
         pieces = self.plain.graphs
         jobs += [] if pieces is None else pieces.jobs(pool)

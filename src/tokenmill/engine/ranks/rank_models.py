@@ -75,6 +75,7 @@ class SharedModel:
     def __init__(self, model: RankModel, group: RankGroup, rebalancer: Rebalancer | None) -> None:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
         self.linears, self.norm = model.linears, model.norm
+        self.read_layers = model.read_layers
         self.visual = model.visual  # rank 0 encodes; the others get the features of a step
         self._model, self._group, self._rebalancer = model, group, rebalancer
         self.graphs: PiecewiseGraphs | None = None  # of this rank's part
@@ -224,6 +225,7 @@ class OwnModel:
     def __init__(self, model: RankModel) -> None:
         self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
         self.linears, self.visual, self.norm = model.linears, model.visual, model.norm
+        self.read_layers = model.read_layers
         self._model, self.ran = model, False
         self.graphs: PiecewiseGraphs | None = None  # of this rank's part
 
