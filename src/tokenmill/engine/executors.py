@@ -163,13 +163,18 @@ class PromptExecutor:
         self.graphs: PromptGraphs | None = None
         self._builder, self._proposer, self._sampler = builder, proposer, sampler
 
+    def takes(self, items: list[Item]) -> bool:
+        """Whether a step of these items is one of its kind."""
+        if self.graphs is None or not self.graphs.takes(items):
+            return False
+        # Drafts would follow a token that is not taken.
+        return self._proposer is None or self._sampler.wants_best([items[0][0]])
+
     def launch(self, batch: Batch) -> Launched | None:
-        if self.graphs is None or not self.graphs.takes(batch.items):
+        if self.graphs is None or not self.takes(batch.items):
             return None
         rows: list[SampledRow] = [batch.items[0][0]]
         best = self._sampler.wants_best(rows)
-        if self._proposer is not None and not best:
-            return None  # drafts would follow a token that is not taken
         prompted = self.graphs.run(batch.items[0])
         launched, tokens = _launched([[]]), prompted.best
         if not best:
@@ -190,7 +195,7 @@ class DraftExecutor:
         self._sampler = sampler
         self._ahead: Ahead | None = None
 
-    def launch(self, batch: Batch) -> Launched | None:
+    def launch(self, batch: Batch, others_follow: bool = False) -> Launched | None:
         ahead, self._ahead = self._ahead, None  # for this batch or for none
         graphs = self.graphs.get(self._depth(batch))
         if graphs is None or not graphs.takes(batch.items):
@@ -208,7 +213,7 @@ class DraftExecutor:
             host = self._sampler.to_host(graphs.draft(count, verified))
             launched.done = self._sampler.mark()
         launched.tokens, launched.proposed = host[:, :width], host[:, width:]
-        if self.runs_ahead and best and graphs.may_go_on(seqs):
+        if self.runs_ahead and best and not others_follow and graphs.may_go_on(seqs):
             if batch.grown:
                 graphs.note_capacities(seqs)
             verified = graphs.verify_next(count)
@@ -234,6 +239,56 @@ class DraftExecutor:
             tokens = self._sampler.choose(launched, rows, logits, newest)
             graphs.tokens[: len(seqs)].copy_(tokens.view(len(seqs), -1))
         self._sampler.relax(launched, batch, verified.logits, graphs.tokens.view(-1))
+
+
+class SplitExecutor:
+    """Steps that decode beside a few short prompts, by the graphs of each, one after the other.
+
+    Where the host takes longer to launch the pieces of a step than the device to run them, several
+    whole graphs are over sooner, though each reads all weights.
+    """
+
+    def __init__(
+        self, drafts: DraftExecutor, decode: DecodeExecutor, prompts: PromptExecutor
+    ) -> None:
+        self._drafts, self._decode, self._prompts = drafts, decode, prompts
+        # By sequences that decode, ascending: beside up to so many the most prompts.
+        self.most_prompts: dict[int, int] = {}
+
+    def launch(self, batch: Batch) -> Launched | None:
+        prompts = self._short_prompts(batch.items)
+        others = batch.items[: len(batch.items) - len(prompts)]
+        if not prompts or not others or len(prompts) > self._most(len(others)):
+            return None
+        launched = self._launch_others(self._part(batch, others))
+        if launched is None:
+            return None
+        for item in prompts:
+            prompt = self._prompts.launch(self._part(batch, [item]))
+            assert prompt is not None
+            launched.others.append(prompt)
+        return launched
+
+    def _most(self, num_decoding: int) -> int:
+        """Prompts that are quicker by themselves beside so many sequences."""
+        sizes = (most for size, most in self.most_prompts.items() if num_decoding <= size)
+        return next(sizes, 0)
+
+    def _short_prompts(self, items: list[Item]) -> list[Item]:
+        """The items at the end that are prompts with a graph."""
+        count = len(items)
+        while count and items[count - 1][1] > 1 and self._prompts.takes([items[count - 1]]):
+            count -= 1
+        return items[count:]
+
+    def _launch_others(self, batch: Batch) -> Launched | None:
+        return self._drafts.launch(batch, others_follow=True) or self._decode.launch(batch)
+
+    @staticmethod
+    def _part(batch: Batch, items: list[Item]) -> Batch:
+        """Some items of a batch, whose blocks are known by now."""
+        num_tokens = sum(num_new for _, num_new in items)
+        return Batch(items, num_tokens, num_to_draft=batch.num_to_draft)
 
 
 def _launched(drafts: list[list[int]], stride: int | None = None) -> Launched:

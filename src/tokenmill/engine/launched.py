@@ -25,9 +25,16 @@ class Launched:
     proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
     relaxed: dict[int, int] = field(default_factory=dict)  # by row of tokens: row of `changed`
     changed: torch.Tensor | None = None  # 1 where relaxed acceptance took a draft instead
+    others: list[Launched] = field(default_factory=list)  # of the items that follow, launched later
 
     def wait(self) -> StepResult:
         """The tokens of the items that sampled, and their log-probabilities."""
+        result = self._wait()
+        for other in self.others:
+            _join(result, other._wait())
+        return result
+
+    def _wait(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
         if self.tokens is not None:
@@ -60,3 +67,21 @@ class Launched:
             result.draft_ids = [[] for _ in result.token_ids]
             for index, proposed in zip(self.ready, self.proposed.tolist(), strict=True):
                 result.draft_ids[index] = proposed
+
+
+def _join(result: StepResult, other: StepResult) -> None:
+    """Add what was made of the items that follow."""
+    count, num_others = len(result.token_ids), len(other.token_ids)
+    if result.logprobs is not None or other.logprobs is not None:
+        result.logprobs = [
+            *(result.logprobs or [None] * count),
+            *(other.logprobs or [None] * num_others),
+        ]
+    if result.draft_ids is not None or other.draft_ids is not None:
+        result.draft_ids = [
+            *(result.draft_ids or [[] for _ in range(count)]),
+            *(other.draft_ids or [[] for _ in range(num_others)]),
+        ]
+    result.token_ids += other.token_ids
+    result.prompt_logprobs |= {count + i: own for i, own in other.prompt_logprobs.items()}
+    result.num_relaxed += other.num_relaxed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
@@ -15,6 +17,7 @@ from tokenmill.engine.executors import (
     Executor,
     PlainExecutor,
     PromptExecutor,
+    SplitExecutor,
 )
 from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Progress, capture_all
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
@@ -35,6 +38,10 @@ from tokenmill.kernels.attention import takes_full_tiles
 from tokenmill.kernels.pages import most_pages
 from tokenmill.kernels.product_trials import trials
 from tokenmill.sched.sequence import Batch
+
+# Steps that decode beside a prompt, timed after the capture: sequences, tokens, and how often.
+TIMED_DECODING, TIMED_PROMPT, TIMED_RUNS = (8, 32, 128, 512), 128, 4
+SPLIT_SHARE = 0.9  # of the time of one step that its parts may take
 
 
 class ModelRunner:
@@ -79,8 +86,11 @@ class ModelRunner:
         self.plain = PlainExecutor(
             model, self.layers, self.builder, self.proposer, sampler, self.images
         )
+        self.split = SplitExecutor(self.drafts, self.decode, self.prompts)
         # The first that takes a batch executes it.
-        self._by_graph: tuple[Executor, ...] = self.drafts, self.decode, self.prompts
+        self._by_graph: tuple[Executor, ...] = (
+            self.split, self.drafts, self.decode, self.prompts
+        )  # fmt: skip
 
     def warm_up(self, steps: list[Step] = FEW, sampling: bool = False) -> None:
         """Compile and load every kernel before the first request waits for them.
@@ -150,7 +160,29 @@ class ModelRunner:
         if encoder is not None:
             encoder.start()
         self.decode.graphs = decode
+        self.split.most_prompts = self._time_short_prompts(max_size)
         return report
+
+    def _time_short_prompts(self, max_size: int) -> dict[int, int]:
+        """How many prompts are quicker by graphs of their own, by sequences that decode."""
+        found: dict[int, int] = {}
+        prompt_s = self._seconds([TIMED_PROMPT])
+        for size in (size for size in TIMED_DECODING if size <= max_size):
+            decode_s, mixed_s = (self._seconds([1] * size + more) for more in ([], [TIMED_PROMPT]))
+            most = int((SPLIT_SHARE * mixed_s - decode_s) / prompt_s)
+            if most <= 0:
+                break
+            found[size] = most
+        return found
+
+    def _seconds(self, step: Step) -> float:
+        """The least that a step takes by itself, of a few; what it writes belongs to nobody."""
+        found = []
+        for _ in range(TIMED_RUNS):
+            begin = time.perf_counter()
+            self.run(warm_up_batch(step, self.block_size))
+            found.append(time.perf_counter() - begin)
+        return min(found)
 
     @property
     def _encode(self) -> GroupEncoder | None:

@@ -1,0 +1,140 @@
+"""Steps that decode beside short prompts, run as one step each: the answers of whole ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from driver import Answer, assert_same, complete
+from gpu.setups import LIMITS, PLAIN, Checkpoints, EngineSetup, drafting
+from tokenmill.core.config import ExecutionConfig
+from tokenmill.core.types import SamplingParams, StepResult, TokenLogprobs
+from tokenmill.engine.build import BuiltEngine
+from tokenmill.engine.choices import set_mode
+from tokenmill.engine.executors import SplitExecutor
+from tokenmill.engine.graphs.decode_graphs import Captured, DecodeGraphs
+from tokenmill.engine.launched import Launched
+from tokenmill.sched.sequence import Batch
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
+BEST = replace(GREEDY, logprobs=None)  # what drafts can follow at once
+DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=7, top_k=8, ignore_eos=True, logprobs=1)
+MOST = {2: 2, 4: 1}  # by sequences that decode
+FEW = replace(LIMITS, max_num_seqs=4)  # so that prompts come while others decode
+
+
+@pytest.fixture(autouse=True)
+def default_mode() -> object:
+    yield
+    set_mode(ExecutionConfig())
+
+
+def prompts() -> list[list[int]]:
+    """More than run at once, some longer than a step."""
+    source = random.Random(9)
+    lens = (3, 12, 300, 21, 33, 5, 9, 60, 18, 2, 30, 7)
+    return [[source.randrange(64) for _ in range(n)] for n in lens]
+
+
+def ask(built: BuiltEngine, usual: SamplingParams) -> list[Answer]:
+    """Some draw their tokens, one wants its prompt's scores, and some end together."""
+    asked = prompts()
+    params = [
+        replace(DRAWN if i % 3 == 1 else usual, max_tokens=5 + i % 4 // 2 * 4)
+        for i in range(len(asked))
+    ]
+    params[-1] = replace(usual, prompt_logprobs=1)
+    return complete(built.engine, asked, params)
+
+
+class Again:
+    """In the place of a graph: computes its size anew and writes what it would write."""
+
+    def __init__(self, graphs: DecodeGraphs, size: int) -> None:
+        self._graphs, self._size = graphs, size
+        self.decoded = graphs._decode(size)
+
+    def replay(self) -> None:
+        new = self._graphs._decode(self._size)
+        self.decoded.logits.copy_(new.logits)
+        self.decoded.best.copy_(new.best)
+
+
+@torch.inference_mode()
+def add_decode_graphs(built: BuiltEngine) -> None:
+    runner = built.runner
+    graphs = DecodeGraphs(runner.model, runner.layers, runner.builder, 4, [1, 2, 3, 4])
+    for size in graphs.sizes:
+        again: Any = Again(graphs, size)
+        graphs._graphs[size] = Captured(again, again.decoded)
+    runner.decode.graphs = graphs
+
+
+def split(built: BuiltEngine, depth: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run such steps apart from now on; the number of prompts of each is noted."""
+    runner, noted = built.runner, list[int]()
+    runner.add_prompt_graphs(depth)
+    runner.add_draft_graphs(16, depth)
+    runner.split.most_prompts = MOST
+    launch = SplitExecutor.launch
+
+    def counted(self: SplitExecutor, batch: Batch) -> Launched | None:
+        launched = launch(self, batch)
+        noted.extend([] if launched is None else [len(launched.others)])
+        return launched
+
+    monkeypatch.setattr(SplitExecutor, "launch", counted)
+    return noted
+
+
+def engines(name: str, execution: ExecutionConfig, folder: Path) -> list[BuiltEngine]:
+    setup = EngineSetup(name, execution, num_blocks=60, limits=FEW)
+    checkpoints = Checkpoints(folder)
+    return [setup.build(checkpoints, "cpu") for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_answers_are_those_of_whole_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, apart = engines(name, PLAIN, tmp_path)
+    expected = ask(plain, GREEDY)
+    add_decode_graphs(apart)
+    noted = split(apart, 0, monkeypatch)
+    assert_same(ask(apart, GREEDY), expected)
+    assert set(noted) == {1, 2}
+    apart.engine._scheduler.check_integrity()
+
+
+def test_drafts_follow_prompts_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, apart = engines("drafted-qwen3", drafting(PLAIN, 2), tmp_path)
+    expected = ask(plain, BEST)
+    noted = split(apart, 2, monkeypatch)
+    assert_same(ask(apart, BEST), expected)
+    assert noted and sum(apart.engine.stats().num_accepted) > 0
+
+
+def test_beside_how_many_sequences() -> None:
+    nobody = SplitExecutor(None, None, None)  # type: ignore[arg-type]
+    assert [nobody._most(n) for n in (1, 4)] == [0, 0]
+    nobody.most_prompts = MOST
+    assert [nobody._most(n) for n in (1, 2, 3, 4, 5)] == [2, 2, 1, 1, 0]
+
+
+def test_results_of_parts_run_parallel_to_the_items() -> None:
+    scored = TokenLogprobs([7], [-1.0], 1)
+    first = Launched(StepResult([[1], [2, 3]], draft_ids=[[4], [5]]))
+    first.others = [
+        Launched(StepResult([[7]], logprobs=[[scored]], num_relaxed=1)),
+        Launched(StepResult([[8]], prompt_logprobs={0: [scored]})),
+    ]
+    result = first.wait()
+    assert result.token_ids == [[1], [2, 3], [7], [8]]
+    assert result.draft_ids == [[4], [5], [], []]
+    assert result.logprobs == [None, None, [scored], None]
+    assert result.prompt_logprobs == {3: [scored]} and result.num_relaxed == 1
