@@ -286,21 +286,20 @@ def check_matmul_parts(device: str) -> None:
     """Ranks that have a half, a quarter or an eighth of k each add up to the bits of one."""
     for m, n, k in ((5, 40, 320), (70, 150, 1024)):
         x, weight, _, start = _product(m, n, k, "fp32", device)
-        whole = gpu_matmul.matmul(x, weight, parts=mm.SUM_PARTS, out_dtype=torch.float32)
+        whole = gpu_matmul.matmul_parts(x, weight, mm.SUM_PARTS)
         expected = mm.matmul_reference(x, weight)
         close = {"atol": DOT_TOLERANCE[device], "rtol": DOT_TOLERANCE[device]}
         torch.testing.assert_close(whole, expected, **close)
         own = start.clone()
-        assert gpu_matmul.matmul(x, weight, None, own, mm.SUM_PARTS) is own
+        assert gpu_matmul.matmul_parts(x, weight, mm.SUM_PARTS, own) is own
         assert torch.equal(own, whole + start)
         for ranks in (2, 4, 8):
             shares = zip(x.chunk(ranks, 1), weight.data.chunk(ranks, 1), strict=True)
             sums = [
-                gpu_matmul.matmul(
+                gpu_matmul.matmul_parts(
                     rows.contiguous(),
                     mm.PackedWeight(columns.contiguous(), None, n, k // ranks, tiled=False),
-                    parts=mm.SUM_PARTS // ranks,
-                    out_dtype=torch.float32,
+                    mm.SUM_PARTS // ranks,
                 )
                 for rows, columns in shares
             ]

@@ -253,8 +253,7 @@ def matmul_parts(
     x: torch.Tensor, weight: PackedWeight, parts: int, add_to: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x[m, k] @ W.T in fp32, k in equal parts; or added to `add_to` in place, in its type."""
-    kernels = triton_kernels("matmul")
-    out: torch.Tensor = kernels.matmul(x, weight, None, add_to, parts, torch.float32)
+    out: torch.Tensor = triton_kernels("matmul").matmul_parts(x, weight, parts, add_to)
     return out
 
 

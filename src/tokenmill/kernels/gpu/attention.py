@@ -299,7 +299,8 @@ def rope_and_cache(
         return
     q_norm, k_norm = norms if norms is not None else (cos_sin, cos_sin)
     total = num_heads + 2 * kv_heads
-    heads = min(16, next_power_of_2(total))
+    # The layout of a tile decides in which order a norm adds up.
+    heads = 16 if MODE.batch_invariant else min(16, next_power_of_2(total))
     _rope_kernel[(qkv.shape[0], cdiv(total, heads))](
         qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
         kv_heads, block_size, scale, eps,

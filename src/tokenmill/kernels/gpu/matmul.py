@@ -17,7 +17,7 @@ from tokenmill.kernels.gpu.rows import activate
 from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
 
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
-PARTS_TILE = (64, 128)  # where sums of several parts wait for each other in registers
+PARTS_BYTES = 128 * 2**20  # of the sums of parts that wait for each other: few rows at a time
 MATMUL_LINE_BYTES = 128  # of k per step: one swizzled line of shared memory
 MATMUL_GROUP = 8  # row tiles that share their columns of W in L2
 SCALE_BLOCK = 1024
@@ -142,31 +142,27 @@ def _skinny_kernel(
 
 
 @triton.jit
-def _sum_parts(
-    x_line,
-    line,
-    first,
-    length,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Products of PARTS times `length` steps of k, added up part by part, then pair by pair."""
-    if PARTS > 1:
-        half: tl.constexpr = PARTS // 2
-        acc = _sum_parts(x_line, line, first, length, BM, BN, BK, EVEN, half)
-        acc += _sum_parts(x_line, line, first + half * length, length, BM, BN, BK, EVEN, half)
+def _tree(parts, place, size, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Parts FIRST, FIRST + 1, ... of an element, added up pair by pair."""
+    if COUNT > 1:
+        half: tl.constexpr = COUNT // 2
+        total = _tree(parts, place, size, FIRST, half)
+        total += _tree(parts, place, size, FIRST + half, half)
     else:
-        steps, end = tl.arange(0, BK), first + length
-        acc = tl.zeros([BM, BN], tl.float32)
-        for start in range(first, end, BK):
-            inside = steps < end - start
-            values = _load(x_line + start + steps[None, :], inside[None, :], EVEN)
-            weights = _load(line + start + steps[:, None], inside[:, None], EVEN)
-            acc = tl.dot(values, weights, acc)
-    return acc
+        total = tl.load(parts + FIRST * size + place, mask=place < size, other=0.0)
+    return total
+
+
+@quick
+@triton.jit(do_not_specialize=["size"])
+def _join_parts_kernel(
+    parts, out, size, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = _tree(parts, place, size, 0, PARTS)
+    if ADD:
+        total += tl.load(out + place, mask=place < size, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
 
 
 @quick
@@ -200,7 +196,18 @@ def _matmul_kernel(
     row, column = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
     x_line = x + row.to(tl.int64)[:, None] * k
     line = weight + column.to(tl.int64)[None, :] * k
-    acc = _sum_parts(x_line, line, 0, k // PARTS, BM, BN, BK, EVEN, PARTS)
+    steps = tl.arange(0, BK)
+    acc = tl.zeros([BM, BN], tl.float32)
+    first, end = 0, k
+    if PARTS > 1:  # a part of k for each program, and a part of `out`
+        first = tl.program_id(1) * (k // PARTS)
+        end = first + k // PARTS
+        out += tl.program_id(1).to(tl.int64) * m * n
+    for start in range(first, end, BK):
+        inside = steps < end - start
+        values = _load(x_line + start + steps[None, :], inside[None, :], EVEN)
+        weights = _load(line + start + steps[:, None], inside[:, None], EVEN)
+        acc = tl.dot(values, weights, acc)
     acc = _scale_and_bias(acc, row_scales, column_scales, bias, row, column, SCALED, BIAS)
     _store(acc, out, rows, columns, m, n, ADD)
 
@@ -315,23 +322,56 @@ def matmul(
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
-    parts: int = 1,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x[m, k] @ W.T (+ bias) -> [m, n], or added to `add_to` in place; bits of a row are its own.
 
-    fp8 sums stay in the tensor cores, as with use_fast_accum. With several equal parts of k, each
-    part is summed by itself, and the sums pair by pair.
+    fp8 sums stay in the tensor cores, as with use_fast_accum.
     """
     values, scales, dtype = _operands(x, weight)
-    dtype = out_dtype or dtype
-    (m, k), n = values.shape, weight.n
-    assert parts in (1, 2, 4, 8) and k % parts == 0
-    bm, bn = MATMUL_TILE if parts == 1 else PARTS_TILE
-    bk = MATMUL_LINE_BYTES // values.element_size()
+    m, n = values.shape[0], weight.n
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
-    _matmul_kernel[(cdiv(m, bm) * cdiv(n, bn),)](
+    _launch(values, scales, weight, bias, out, add_to is not None)
+    return out
+
+
+def matmul_parts(
+    x: torch.Tensor, weight: PackedWeight, parts: int, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x[m, k] @ W.T -> fp32 [m, n], or added to `add_to` in place; bits of a row are its own.
+
+    Each of the equal parts of k is summed by itself, and the sums of parts pair by pair.
+    """
+    values, _, _ = _operands(x, weight)
+    (m, k), n = values.shape, weight.n
+    assert parts in (1, 2, 4, 8) and k % parts == 0
+    out = torch.empty(m, n, device=values.device) if add_to is None else add_to
+    assert out.is_contiguous() and out.shape == (m, n)
+    rows = max(1, PARTS_BYTES // (4 * parts * n))
+    for start in range(0, m, rows):
+        some, own = values[start : start + rows], out[start : start + rows]
+        sums = torch.empty(parts, *own.shape, device=values.device)
+        _launch(some, None, weight, None, sums, False, parts)
+        size = own.numel()
+        _join_parts_kernel[(cdiv(size, SCALE_BLOCK),)](
+            sums, own, size, PARTS=parts, ADD=add_to is not None, BLOCK=SCALE_BLOCK, num_warps=4
+        )
+    return out
+
+
+def _launch(
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    add: bool,
+    parts: int = 1,
+) -> None:
+    (m, k), n = values.shape, weight.n
+    bm, bn = MATMUL_TILE
+    bk = MATMUL_LINE_BYTES // values.element_size()
+    _matmul_kernel[(cdiv(m, bm) * cdiv(n, bn), parts)](
         values,
         weight.data,
         out,
@@ -348,12 +388,11 @@ def matmul(
         EVEN=k // parts % bk == 0,
         SCALED=scales is not None,
         BIAS=bias is not None,
-        ADD=add_to is not None,
+        ADD=add,
         PARTS=parts,
         num_warps=8,
         num_stages=4,
     )
-    return out
 
 
 def scale_product(
