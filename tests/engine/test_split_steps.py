@@ -119,6 +119,29 @@ def test_drafts_follow_prompts_and_answers(tmp_path: Path, monkeypatch: pytest.M
     assert noted and sum(apart.engine.stats().num_accepted) > 0
 
 
+def test_what_is_quicker_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by themselves: 1 ms for a prompt; beside others as long as these, and 5 ms at least."""
+    (built, _) = engines("qwen3", PLAIN, tmp_path)
+    asked: list[list[int]] = []
+
+    def seconds(step: list[int]) -> float:
+        asked.append(step)
+        decode_s = 1e-3 + 3e-5 * step.count(1)
+        if step[-1] == 1:
+            return decode_s
+        return 1e-3 if len(step) == 1 else max(5e-3, decode_s + 4e-4)
+
+    monkeypatch.setattr(built.runner, "_seconds", seconds)
+    assert built.runner._time_short_prompts(640, 8448) == {8: 3, 32: 2}
+    assert max(map(len, asked)) == 128 + 1  # larger batches are not timed any more
+    assert built.runner._time_short_prompts(16, 8448) == {8: 3}
+    asked.clear()
+    assert (
+        built.runner._time_short_prompts(640, 130) == {} == built.runner._time_short_prompts(4, 0)
+    )
+    assert not asked
+
+
 def test_beside_how_many_sequences() -> None:
     nobody = SplitExecutor(None, None, None)  # type: ignore[arg-type]
     assert [nobody._most(n) for n in (1, 4)] == [0, 0]

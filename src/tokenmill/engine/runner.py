@@ -160,15 +160,17 @@ class ModelRunner:
         if encoder is not None:
             encoder.start()
         self.decode.graphs = decode
-        self.split.most_prompts = self._time_short_prompts(max_size)
+        self.split.most_prompts = self._time_short_prompts(max_size, budget)
         return report
 
-    def _time_short_prompts(self, max_size: int) -> dict[int, int]:
+    def _time_short_prompts(self, max_size: int, budget: int) -> dict[int, int]:
         """How many prompts are quicker by graphs of their own, by sequences that decode."""
         found: dict[int, int] = {}
-        prompt_s = self._seconds([TIMED_PROMPT])
-        for size in (size for size in TIMED_DECODING if size <= max_size):
-            decode_s, mixed_s = (self._seconds([1] * size + more) for more in ([], [TIMED_PROMPT]))
+        prompt = min(TIMED_PROMPT, self.builder.max_len)
+        sizes = [size for size in TIMED_DECODING if size <= min(max_size, budget - prompt)]
+        prompt_s = self._seconds([prompt]) if sizes else 0.0
+        for size in sizes:
+            decode_s, mixed_s = (self._seconds([1] * size + more) for more in ([], [prompt]))
             most = int((SPLIT_SHARE * mixed_s - decode_s) / prompt_s)
             if most <= 0:
                 break
