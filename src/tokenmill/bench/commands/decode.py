@@ -40,6 +40,7 @@ _KERNELS = {
     "gated_kernel": "linear",
     "_matmul_kernel": "linear",
     "_scale_kernel": "linear",
+    "_join_parts_kernel": "linear",
     "nvjet": "linear",
     "gemm": "linear",
     "gemv": "linear",  # cuBLAS's, for one row
