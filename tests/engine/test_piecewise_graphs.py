@@ -69,6 +69,13 @@ def counted(graphs: PiecewiseGraphs, monkeypatch: pytest.MonkeyPatch) -> list[tu
     return found
 
 
+def pad_steps(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Pad steps to SIZES from now on; returns what counted() does."""
+    built.runner.add_piecewise_graphs(SIZES)
+    assert built.runner.plain.graphs is not None
+    return counted(built.runner.plain.graphs, monkeypatch)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3", "gemma3", "gpt-oss"])
 def test_padding_changes_no_answer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,9 +83,7 @@ def test_padding_changes_no_answer(
     folder = save(tame(make_model(family), 0.3), tmp_path)
     options = {"chunked": True, "prefix_cache": True, "num_blocks": 60}
     plain, padded = (build(folder, "fp32", **options) for _ in range(2))
-    padded.runner.add_piecewise_graphs(SIZES)
-    assert padded.runner.plain.graphs is not None
-    steps = counted(padded.runner.plain.graphs, monkeypatch)
+    steps = pad_steps(padded, monkeypatch)
     assert_same(ask(padded), ask(plain))
     assert any(num_tokens < size for num_tokens, size in steps)
     padded.engine._scheduler.check_integrity()
@@ -90,9 +95,7 @@ def test_padding_changes_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
     options = {"chunked": True, "prefix_cache": True, "num_blocks": 60, "mtp": 2, "draft": head}
     plain, padded = (build(folder, "fp32", **options) for _ in range(2))
-    padded.runner.add_piecewise_graphs(SIZES)
-    assert padded.runner.plain.graphs is not None
-    steps = counted(padded.runner.plain.graphs, monkeypatch)
+    steps = pad_steps(padded, monkeypatch)
     assert_same(ask(padded), ask(plain))
     assert any(num_tokens < size for num_tokens, size in steps)
     found, expected = padded.engine.stats(), plain.engine.stats()
@@ -149,9 +152,7 @@ def test_padding_changes_no_answer_about_an_image(
     folder = save(tame(make_model(family), 0.3), tmp_path)
     options = {"chunked": True, "prefix_cache": False, "num_blocks": 60}
     plain, padded = (build(folder, "fp32", **options) for _ in range(2))
-    padded.runner.add_piecewise_graphs(SIZES)
-    assert padded.runner.plain.graphs is not None
-    steps = counted(padded.runner.plain.graphs, monkeypatch)
+    steps = pad_steps(padded, monkeypatch)
     assert_same(ask_about_images(padded, 12), ask_about_images(plain, 12))
     assert any(num_tokens < size for num_tokens, size in steps)
 
