@@ -1,9 +1,11 @@
-# make demo | serve | test | quick | lint | docs | pictures | setup | clean
+# make demo | serve | test | quick | lint | package | docs | pictures | setup | clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# On a terminal pip shows what it does.
+PIP := quiet=$$([ -t 1 ] || echo --quiet); \
+	$(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
 # Tests start hundreds of processes, each of which would compile the package again.
@@ -15,7 +17,7 @@ QUICK := tests/core tests/sched tests/routing tests/text tests/plan tests/bench/
 SLOW := tests/sched/test_scheduler_machine.py tests/plan/test_loads.py tests/text/test_tokenizer.py \
 	tests/plan/test_pareto.py
 
-.PHONY: help setup demo serve test quick lint docs pictures clean
+.PHONY: help setup demo serve test quick lint package docs pictures clean
 
 help:
 	@echo "make setup   a virtual environment in $(VENV) with tokenmill in it"
@@ -24,19 +26,23 @@ help:
 	@echo "make test    lint, types and tests"
 	@echo "make quick   lint, types and the fast tests, in under two minutes"
 	@echo "make lint    lint and types only"
+	@echo "make package the wheel and the sdist, each checked, and the wheel in an empty environment"
 	@echo "make docs    the parts of the pages that are generated; make pictures: their pictures"
 	@echo "make clean   remove what the others made"
 
-$(BIN)/python:
+# The last step makes the stamp, so an environment that was broken off half-way is made again.
+$(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "tokenmill needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
+		|| { echo "$(PYTHON) cannot make $(VENV). On Debian: apt install python3-venv; with uv: uv venv --seed $(VENV)" >&2; exit 1; }
+	@touch $@
 
-$(VENV)/.setup: $(INPUTS) | $(BIN)/python
+$(VENV)/.setup: $(INPUTS) | $(VENV)/.made
 	$(PIP) -e ".[demo]"
 	@touch $@
 
-$(VENV)/.test: $(INPUTS) | $(BIN)/python
+$(VENV)/.test: $(INPUTS) | $(VENV)/.made
 	$(PIP) -e ".[test]"
 	@touch $@ $(VENV)/.setup
 
@@ -65,10 +71,17 @@ test: lint $(VENV)/.browser
 quick: lint
 	$(BIN)/pytest -n 2 --dist loadfile $(QUICK) $(SLOW:%=--ignore=%) $(ARGS)
 
+package: $(VENV)/.test
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/check_package.py dist/*.whl
+
 docs: $(VENV)/.test
 	$(BIN)/python scripts/module_table.py
 	$(BIN)/python scripts/grafana_dashboard.py
-	$(BIN)/tokenmill plan validate --json-only --markdown docs/validation.md > /dev/null
+	$(BIN)/python scripts/isolation_matrix.py
+	$(BIN)/tokenmill plan validate --json --markdown docs/validation.md > /dev/null
 	$(BIN)/python scripts/page_outputs.py
 
 pictures: $(VENV)/.browser

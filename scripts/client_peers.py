@@ -154,7 +154,7 @@ def command_of(tool: str, args: argparse.Namespace, plan: Plan, url: str, out: P
     """The tool's own command line for the same load."""
     if tool == OURS:
         return [
-            *(sys.executable, "-m", "tokenmill", "bench", "endpoint", "--json-only", "--no-audit"),
+            *(sys.executable, "-m", "tokenmill", "bench", "endpoint", "--json", "--no-audit"),
             *("--url", url, "--model", MODEL, "--stream" if plan.stream else "--no-stream"),
             *("--concurrency", str(args.concurrency), "--duration", str(args.seconds)),
             *("--input-len", str(INPUT_LEN), "--output-len", str(plan.num_tokens)),

@@ -30,12 +30,12 @@ import torch
 from tokenmill.kernels import moe
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
+from tokenmill.kernels.gpu import expert_tiles, mxfp4
 from tokenmill.kernels.gpu import moe as gpu_moe
-from tokenmill.kernels.gpu import mxfp4
 from tokenmill.kernels.gpu.mxfp4 import TileShape
 from tokenmill.kernels.matmul import PackedWeight
 from tokenmill.kernels.moe import PackedExperts, Routing
-from tokenmill.kernels.norm import ClampedSwiGLU
+from tokenmill.kernels.rows import ClampedSwiGLU
 
 SHAPES = {  # by rows of tokens per tile: blocks, turn, warps, stages, levels of smaller tiles
     16: ((1, 3, 4, 3), (2, 3, 4, 3), (1, 3, 4, 4), (1, 5, 4, 2), (2, 3, 4, 2), (2, 3, 8, 3),
@@ -175,7 +175,7 @@ def _error(
     bench: Bench, stored: tuple[PackedExperts, ...], packed: tuple[PackedExperts, ...]
 ) -> float:
     x, ids = _rows(bench, 6), _choices(bench, 6)
-    expected = moe.apply_experts_reference(x.float(), ids, *stored, SWIGLU)
+    expected = moe.apply_experts.reference(x.float(), ids, *stored, SWIGLU)
     found = gpu_moe.apply_experts(x, ids, *packed, SWIGLU).float()
     found = found.sum(0) if found.dim() == 3 else found  # parts of a few tokens' results
     return round(((found - expected).norm() / expected.norm()).item(), 6)
@@ -192,9 +192,9 @@ def _products(
     tried: dict[str, dict[str, float | None]] = {"gate_up": {}, "down": {}}
     for rows in sorted({max(16, usual // 2), usual, min(256, 2 * usual)}):
         if single := rows == usual and count <= mxfp4.SINGLE_ROWS:
-            tiles = [gpu_moe.single_tiles(ids) for ids in sets]
+            tiles = [expert_tiles.single_tiles(ids) for ids in sets]
         else:
-            tiles = [gpu_moe.sort_by_expert(ids, bench.experts, rows) for ids in sets]
+            tiles = [expert_tiles.sort_by_expert(ids, bench.experts, rows) for ids in sets]
         gated = [torch.randn(t.most * rows, size, device=bench.device) for t in tiles]
         gated = [values.to(bench.dtype) for values in gated]
         for shape in map(TileShape._make, SHAPES[rows]):
@@ -232,7 +232,7 @@ def _decode(
 ) -> dict[str, Any]:
     """Both products of one step by shapes of tiles of 32 rows, and the sort by expert."""
     x, sets = _rows(bench, tokens), [_choices(bench, tokens, skew) for _ in range(4)]
-    tiles = [gpu_moe.sort_by_expert(ids, bench.experts, 32) for ids in sets]
+    tiles = [expert_tiles.sort_by_expert(ids, bench.experts, 32) for ids in sets]
     count, size = sets[0].numel(), bench.size
     gated = torch.randn(tiles[0].most * 32, size, device=bench.device).to(bench.dtype)
     products: dict[str, list[float | None]] = {}
@@ -245,13 +245,13 @@ def _decode(
             lambda t=t, s=shape: mxfp4.down_product(gated, packed[1], t, count, s) for t in tiles
         ]
         products[",".join(map(str, shape))] = [_attempt(bench, first), _attempt(bench, second)]
-    usual, sorts = gpu_moe.FEW_ROWS, {}
+    usual, sorts = expert_tiles.FEW_ROWS, {}
     for name, most in (("one_launch", count), ("three_launches", 0)):
-        gpu_moe.FEW_ROWS = most
+        expert_tiles.FEW_ROWS = most
         sorts[name] = _attempt(
-            bench, [lambda i=i: gpu_moe.sort_by_expert(i, bench.experts, 32) for i in sets]
+            bench, [lambda i=i: expert_tiles.sort_by_expert(i, bench.experts, 32) for i in sets]
         )
-    gpu_moe.FEW_ROWS = usual
+    expert_tiles.FEW_ROWS = usual
     rows = torch.bincount(sets[0].flatten().long(), minlength=bench.experts).float()
     return {
         "tokens": tokens,
@@ -349,10 +349,7 @@ def _attend(bench: Bench, seqs: int, context: int, window: int) -> dict[str, Any
     sinks, out = torch.randn(HEADS, device=device), torch.empty_like(q)
 
     def run() -> None:
-        for tiles in batch.tiles:
-            gpu_attention.paged_attention(
-                q, out, k_cache, v_cache, tiles, batch, HEADS, window, sinks
-            )
+        gpu_attention.attend_paged(q, out, batch, k_cache, v_cache, HEADS, window, sinks)
 
     seen = min(context + 1, window) if window else context + 1
     num_bytes = 2.0 * seqs * seen * KV_HEADS * DIM * 2

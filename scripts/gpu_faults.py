@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1e6,
     "eos_token_id": 0,
 }
-COMMON = ("--random-weights", "--placement", "process", "--port", "0")
+COMMON = ("--random-weights", "--share-gpus", "--port", "0")
 NUM_PROMPTS = 16
 DEADLINE_S = 100.0
 
@@ -104,7 +104,7 @@ class Server:
         pid, found = self.process.pid, []
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             with contextlib.suppress(OSError):
-                if "worker" in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+                if "worker-process" in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
                     found.append(int(child))
         return found
 

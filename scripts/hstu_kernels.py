@@ -138,7 +138,7 @@ class Bench:
         )
         _, v, q, k = (part.view(-1, heads, dim) for part in matrix.chunk(4, dim=1))
         parts = k[:n], v[:n], k[n:], v[n:], rows, 1000
-        expected = hstu.silu_attention_reference(q, *parts)
+        expected = hstu.silu_attention.reference(q, *parts)
         shapes = [
             gpu.AttentionShape(keys, stages, ahead=ahead)
             for keys, stages in ((64, 2), (64, 3), (64, 4), (128, 2))
@@ -188,11 +188,11 @@ class Bench:
         out_norm = hstu.AffineNorm(1 + some(width) / 10, some(width) / 10)
         cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], float]] = {
             "uvqk": (
-                gpu.norm_uvqk, hstu.norm_uvqk_reference, (x, product, width),
+                gpu.norm_uvqk, hstu.norm_uvqk.reference, (x, product, width),
                 2.0 * m * d * spec.uvqk_dim,
             ),
             "output": (
-                gpu.gate_output, hstu.gate_output_reference, (x, u, o, out_norm, out),
+                gpu.gate_output, hstu.gate_output.reference, (x, u, o, out_norm, out),
                 2.0 * m * 3 * width * d,
             ),
         }  # fmt: skip
@@ -217,12 +217,12 @@ class Bench:
         calls: dict[str, tuple[Callable[[], Any], Any, float]] = {
             "uvqk_fp8": (
                 lambda: hstu.norm_product_fp8(x, rounded),
-                hstu.norm_uvqk_reference(x, product, 0),
+                hstu.norm_uvqk.reference(x, product, 0),
                 2.0 * x.shape[0] * product.weight.numel(),
             ),
             "output_fp8": (
                 lambda: hstu.gate_output_fp8(x, u, o, norm, weight),
-                hstu.gate_output_reference(x, silu(u), o, norm, out),
+                hstu.gate_output.reference(x, silu(u), o, norm, out),
                 2.0 * x.shape[0] * out.numel(),
             ),
         }

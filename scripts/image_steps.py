@@ -31,11 +31,11 @@ from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.engine import limits
 from tokenmill.models import spec_of
+from tokenmill.plan.cluster.rank_work import Positions, RankWork
 from tokenmill.plan.hardware import find_gpu
 from tokenmill.plan.predict.catalog import precisions_of
 from tokenmill.plan.predict.efficiencies import find_fit
-from tokenmill.plan.predict.step_cost import Replica, StepCost, Work
-from tokenmill.plan.rank_cost import RankWork
+from tokenmill.plan.predict.step_cost import Replica, StepCost
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
@@ -61,19 +61,9 @@ class Clock:
 
     def step_s(self, batch: Batch) -> float:
         """Of a batch that is about to run: each image of it is encoded once."""
-        work = RankWork.of(batch, self.spec.layer_windows)
-        decoding = work.num_tokens - work.num_context_tokens
         flops = sum(self._encoding(batch))
-        return flops / ENCODER_FLOPS + self._cost.step_s(
-            Work(
-                decoding,
-                decoding,
-                work.decode_seen,
-                work.num_context_tokens,
-                work.context_seen,
-                work.num_sampled,
-            )
-        )
+        work = RankWork.of(batch, Positions(self.spec))
+        return flops / ENCODER_FLOPS + self._cost.step_s(work.times(1.0))
 
     def _encoding(self, batch: Batch) -> Iterator[float]:
         for begun in batch.begun_images:

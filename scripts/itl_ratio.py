@@ -85,7 +85,7 @@ def _arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def _served(model: str, flags: tuple[str, ...]) -> Iterator[str]:
     """A server as a process of its own; yields its URL."""
-    command = (*COMMAND, "serve", model, "--port", "0", "--placement", "process", *flags)
+    command = (*COMMAND, "serve", model, "--share-gpus", "--port", "0", *flags)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -144,7 +144,7 @@ def _measure(url: str, args: argparse.Namespace, rate: float, seed: int) -> dict
 
 
 def _bench(url: str, *flags: str) -> subprocess.Popen[str]:
-    command = (*COMMAND, "bench", "endpoint", "--url", url, "--no-audit", "--json-only", *flags)
+    command = (*COMMAND, "bench", "endpoint", "--url", url, "--no-audit", "--json", *flags)
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -66,14 +66,15 @@ def render(page: str) -> str:
     assert spec is not None and spec.loader is not None
     rules = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(rules)
-    page = _put(page, "modules", module_list())
-    return _put(page, "imports", import_table(rules.ALLOWED, rules.HOMES))
+    page = put(page, "modules", module_list())
+    return put(page, "imports", import_table(rules.ALLOWED, rules.HOMES))
 
 
-def _put(page: str, name: str, text: str) -> str:
+def put(page: str, name: str, text: str) -> str:
+    """The page with another text between the comments of this name."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     found = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", page, re.DOTALL)
-    assert found is not None, f"{PAGE} has no {begin}"
+    assert found is not None, f"the page has no {begin}"
     return page[: found.start()] + f"{begin}\n{text}\n{end}" + page[found.end() :]
 
 

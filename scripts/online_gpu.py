@@ -309,7 +309,7 @@ def point(url: str, prompts: str, users: int, output_len: int) -> dict[str, Any]
     command = [sys.executable, "-m", "tokenmill", "bench", "endpoint", "--url", url]
     command += ["--api", "completions", "--prompts", prompts, "--same-prompts"]
     command += ["--concurrency", str(users), "--output-len", str(output_len)]
-    command += ["--temperature", "0", "--warmup-requests", "0", "--json-only"]
+    command += ["--temperature", "0", "--warmup-requests", "0", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"failed": done.stderr[-1000:]}

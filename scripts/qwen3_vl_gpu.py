@@ -47,9 +47,11 @@ from qwen3_vl_streams import Load, StepWatch, compare
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import tokenmill.bench
+from benchmarks.decode import DecodeProbe, least_seconds
 from tokenmill.bench.ceiling import measure_machine
-from tokenmill.bench.commands.decode import least_seconds
 from tokenmill.bench.roofline import Machine
 from tokenmill.core.config import (
     CacheConfig,
@@ -66,7 +68,6 @@ from tokenmill.engine.graphs.capture import CaptureLimits, capture_all
 from tokenmill.engine.graphs.encoder_graphs import SIZES as SIZES_OF_GRAPHS
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.images import normalised
-from tokenmill.engine.probe import DecodeProbe
 from tokenmill.kernels import MODE, segments
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import segments as gpu_segments
@@ -227,7 +228,7 @@ def _hopper_difference(spec: VisionSpec) -> float:
     qkv[:, : spec.hidden_size] *= 0.1
     plan = segments.plan_segments(lens, qkv.device)
     found = segments_hopper.attend(qkv, plan, spec.num_heads).float()
-    expected = segments.segment_attention_reference(qkv.float(), plan, spec.num_heads)
+    expected = segments.segment_attention.reference(qkv.float(), plan, spec.num_heads)
     return round(float((found - expected).norm() / expected.norm()), 5)
 
 

@@ -115,7 +115,9 @@ def _setup(
     path: Path, execution: ExecutionConfig, parallel: ParallelConfig, args: argparse.Namespace
 ) -> Setup:
     num_tokens = PROMPT_TOKENS + args.outputs
-    model = ModelConfig(str(path), device=args.device, random_weights=True, max_model_len=1024)
+    model = ModelConfig(
+        str(path), device=args.device, share_gpus=True, random_weights=True, max_model_len=1024
+    )
     cache = CacheConfig(num_blocks=8 + args.batch * (num_tokens // 16 + 2))
     limits = SchedulerConfig(max_num_seqs=args.batch, max_num_batched_tokens=2048)
     return resolve_setup(Setup(model, cache, limits, execution, parallel))

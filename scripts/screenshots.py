@@ -40,7 +40,7 @@ QUESTION = "Tell me a sentence that has all letters."
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    pool = PoolConfig(workers=2, placement="process")
+    pool = PoolConfig(workers=2)
     limits = SchedulerConfig(max_model_len=2048, max_num_seqs=64)
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         with sim_server(None, limits, step_ms=STEP_MS, pool=pool) as server:

@@ -20,7 +20,7 @@ import torch
 from tokenmill.core.specs.wan import A14B, TINY, WanSpec
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoParams
-from tokenmill.kernels import bidirectional, rounded_attention
+from tokenmill.kernels import bidirectional
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.models.checkpoints.weights import RandomTensor
@@ -28,7 +28,7 @@ from tokenmill.video.pipeline import Pipeline, build_pipeline
 from tokenmill.video.video_job import VideoJob
 
 TOKENS, DIM = 2048, 128
-Attention = rounded_attention.AttentionType
+Attention = bidirectional.AttentionType
 
 
 def arguments() -> argparse.Namespace:
@@ -75,16 +75,16 @@ def attention_errors(device: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, parts in inputs(device).items():
         q, k, v = (part.bfloat16() for part in parts)
-        exact = bidirectional.attend_reference(q.double(), k.double(), v.double())
+        exact = bidirectional.attend.reference(q.double(), k.double(), v.double())
 
         def error(own: torch.Tensor, exact: torch.Tensor = exact) -> float:
             return float((own.double() - exact).norm() / exact.norm())
 
         plain = bidirectional.attend(q, k, v)
         found[name] = {"bf16": error(plain)}
-        for kind, rounding in rounded_attention.ROUNDINGS.items():
+        for kind, rounding in bidirectional.ROUNDINGS.items():
             if rounding:
-                found[name][kind] = error(rounded_attention.attend_rounded(q, k, v, rounding))
+                found[name][kind] = error(bidirectional.attend_rounded(q, k, v, rounding))
         figures = ", ".join(f"{kind} {value:.2e}" for kind, value in found[name].items())
         print(f"attention, {name:17s}: {figures}")
     return found

@@ -23,15 +23,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmill.core.specs.wan import A14B, TINY, VaeSpec
-from tokenmill.kernels import bidirectional, modulation, rounded_attention
-from tokenmill.kernels.matmul import FP8
+from tokenmill.kernels import bidirectional, modulation
+from tokenmill.kernels.rows import FP8
 from tokenmill.layers.linear import ComputeType, Linear
 from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, transformer_tensors
 from tokenmill.models.wan.wan_vae import VideoDecoder, decoder_tensors
 
 CEILING_TFLOPS = 790.0  # bf16 products of an H200, measured
 STEPS, BRANCHES = 20, 2
-Attention = rounded_attention.AttentionType
+Attention = bidirectional.AttentionType
 
 
 def arguments() -> argparse.Namespace:
@@ -124,13 +124,13 @@ class Bench:
         for name, backend in backends.items():
             found[f"torch {name}"] = self.by_torch(backend)
         if self.tiny:
-            for kind, rounding in rounded_attention.ROUNDINGS.items():
+            for kind, rounding in bidirectional.ROUNDINGS.items():
                 if rounding:
                     found[f"reference {kind}"] = lambda q, k, v, own=rounding: (
-                        rounded_attention.attend_rounded_reference(q, k, v, own)
+                        bidirectional.attend_rounded.reference(q, k, v, own)
                     )
             return found
-        for kind, rounding in rounded_attention.ROUNDINGS.items():
+        for kind, rounding in bidirectional.ROUNDINGS.items():
             for stages, turns in ((2, True), (2, False), (3, True), (3, False)):
                 name = f"hopper {kind} {stages} {'turns' if turns else 'free'}"
                 found[name] = self.by_kernel(rounding, stages, turns)
@@ -139,12 +139,12 @@ class Bench:
     def by_torch(self, backend: SDPBackend) -> Callable[..., torch.Tensor]:
         def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with nullcontext() if self.tiny else sdpa_kernel(backend):
-                return bidirectional.attend_reference(q, k, v)
+                return bidirectional.attend.reference(q, k, v)
 
         return work
 
     def by_kernel(
-        self, rounding: rounded_attention.Rounding | None, stages: int, turns: bool
+        self, rounding: bidirectional.AttentionRounding | None, stages: int, turns: bool
     ) -> Callable[..., torch.Tensor]:
         """The Hopper kernel in a shape; rounding its inputs counts."""
         from tokenmill.kernels.gpu import bidirectional as gpu
@@ -164,7 +164,7 @@ class Bench:
         dim = self.spec.transformer.head_dim
         q, k = self.some(2, 300, 2, dim), self.some(2, 1000, 2, dim) + self.some(dim)
         v = self.some(2, 1000, 2, dim)
-        expected = bidirectional.attend_reference(q.float(), k.float(), v.float())
+        expected = bidirectional.attend.reference(q.float(), k.float(), v.float())
         return float((work(q, k, v).float() - expected).norm() / expected.norm())
 
     def linears(self) -> dict[str, float]:
@@ -245,7 +245,7 @@ class Bench:
         }
         model = WanTransformer(spec, weights, dtype, self.device)
         del weights
-        model.round_attention(rounded_attention.ROUNDINGS[rounding])
+        model.round_attention(bidirectional.ROUNDINGS[rounding])
         latents = torch.randn(16, *self.grid, device=self.device)
         text = model.text_kv(self.some(1, 512, spec.text_dim))
         whole = self.seconds(lambda: model(latents, 899, text), repeats=1)

@@ -3,9 +3,39 @@
 import numpy as np
 import torch
 
-from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, attend_paged, plan_tiles
+from tokenmill.kernels.mla import attend_latent
 
 NUM_BLOCKS = 200
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    num_heads: int,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """paged_attention() without its twins."""
+    out = q.new_empty(q.shape[0], num_heads * v_cache.shape[3])
+    attend_paged.reference(q, out, batch, k_cache, v_cache, num_heads, window, sinks)
+    return out
+
+
+def latent_attention_reference(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    rope_cache: torch.Tensor,
+    latent_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> torch.Tensor:
+    """latent_attention() without its twins."""
+    out = torch.empty_like(q_latent)
+    attend_latent.reference(q_latent, q, out, batch, rope_cache, latent_cache, scale)
+    return out
 
 
 def make_batch(

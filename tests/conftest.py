@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Commands under test hear Ctrl-C, even where the tests themselves run in the background.
 
     torch computes in one thread: teams of several test processes would wait for each other.
+    Run folders of servers are of this run alone.
     Hypothesis draws the same examples in every run, and a slow machine is no failure.
     No garbage is looked for among the modules of the tests, neither now nor later.
     """
@@ -34,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         settings.load_profile("same")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["XDG_RUNTIME_DIR"] = runtime = tempfile.mkdtemp(prefix="tokenmill-")
+    config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -52,7 +57,7 @@ LONG = (
     "workers/test_chaos.py",
     "kernels/test_triton.py",
     "e2e/test_parity.py",
-    "engine/test_calibrate.py",
+    "engine/test_fp8_perplexity.py",
     "engine/test_golden_ways.py",
     "test_docs.py",
     "workers/test_placement.py",
@@ -83,7 +88,16 @@ def smollm2_path() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--schema-cases",
+        type=int,
+        default=20,
+        help="Calls that schemathesis makes of each route with a body, in each of two modes.",
+    )
+    parser.addoption(
         "--chaos-s", type=float, default=30.0, help="Seconds that workers are killed under load."
+    )
+    parser.addoption(
+        "--soak-calls", type=int, default=160, help="Calls to each kind of server in tests/soak."
     )
 
 

@@ -74,7 +74,6 @@ def build(
     mtp: int = 0,
     draft: Path | None = None,
     vocab: GrammarVocab | None = None,
-    relaxed: str | None = None,
     max_model_len: int | None = None,
     batch_invariant: bool = False,
     encoder_patches: int | None = None,
@@ -107,7 +106,6 @@ def build(
                     batch_invariant=batch_invariant,
                     mtp=mtp,
                     mtp_adaptive=False,
-                    mtp_relaxed=relaxed,
                 ),
             )
         ),

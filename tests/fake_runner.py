@@ -60,6 +60,7 @@ class Row:
     num_drafts: int = 0  # of token_ids, the last ones
     # Of each group of sliding layers: its blocks, some of which are no longer this sequence's.
     sliding: list[list[int]] = field(default_factory=list)
+    is_late: bool = False  # it samples nothing after all
 
     def values(self, group: int = 0) -> list[int]:
         """What a group of layers writes."""
@@ -98,8 +99,9 @@ class FakeRunner:
         tokens_per_step: int = 1,
         max_drafts: int = 0,
         sliding: Sliding = NONE_SLIDE,
+        late_share: float = 0.0,
     ) -> None:
-        self.sliding = sliding
+        self.sliding, self.late_share = sliding, late_share
         self.sliding_tables: dict[tuple[int, int], list[int]] = {}  # by slot and group
         self.block_size = block_size
         self.max_drafts, self.random = max_drafts, random.Random(0)
@@ -131,6 +133,10 @@ class FakeRunner:
             row[first : len(seq.block_ids)] = seq.block_ids[first:]
             self._note_window(seq, first)
         launched = Launched(self, [self._row(seq, num_new) for seq, num_new in batch.items])
+        for index, row in enumerate(launched.rows):
+            if row.samples and self.random.random() < self.late_share:
+                row.is_late = True
+                batch.unsampled.append(index)
         self.queue.append(launched)
         return launched
 
@@ -220,7 +226,7 @@ class FakeRunner:
         )
 
     def _sample(self, row: Row, lost: bool) -> list[int]:
-        if not row.samples:
+        if not row.samples or row.is_late:
             return []
         request_id, ids = row.request.request_id, list(row.token_ids)
         if lost:

@@ -19,8 +19,7 @@ MODULES = (
     *("tokenmill.cli.app", "tokenmill.kernels.cpu.matmul", "tokenmill.video.video_rank_process"),
     *("tokenmill.engine.build", "tokenmill.workers.worker_process"),
     *("tokenmill.text.video_prompts", "tokenmill.ranking.stores.device_cache"),
-    *("tokenmill.ranking.stores.sharded", "tokenmill.bench.mlperf.video_url"),
-    *("mlperf_loadgen", "av"),
+    *("tokenmill.bench.mlperf.loadgen_tests", "mlperf_loadgen", "av"),
 )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from random_model import sequence
-from tokenmill.engine.sampling.sampler import Sampler
+from tokenmill.core.types import StructuredOutput
+from tokenmill.engine.sampling.sampler import Sampler, grammar_masks, state_of
 from tokenmill.sched.sequence import Sequence
 
 VOCAB = 700
@@ -45,5 +49,25 @@ def random_rows(num: int, source: random.Random) -> list[Sequence]:
     return rows
 
 
+def mask_of(allowed: list[int]) -> NDArray[np.int32]:
+    """As short as it can be: what lies beyond is not allowed."""
+    words = np.zeros(max(allowed) // 32 + 1, np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+def constrained_rows(count: int, source: random.Random) -> list[Sequence]:
+    """Rows of which two in three have a mask, of one token or of many."""
+    rows = random_rows(count, source)
+    for seq in rows:
+        if source.random() < 0.67:
+            sampling = replace(seq.request.sampling, structured=StructuredOutput("json_object"))
+            seq.request = replace(seq.request, sampling=sampling)
+            most = source.choice((1, 3, 60, VOCAB))
+            state_of(seq).mask = mask_of(source.sample(range(VOCAB), source.randint(1, most)))
+    return rows
+
+
 def on_host(logits: torch.Tensor, rows: list[Sequence]) -> tuple[list[int], list[Any]]:
-    return host(logits.float(), rows, [None] * len(rows))
+    return host(logits.float(), rows, grammar_masks(rows))

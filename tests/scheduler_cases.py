@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fake_runner import EOS
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import (
     Request,
@@ -44,7 +45,7 @@ def step(scheduler: Scheduler, token: int = 5, now_ns: int = 0) -> dict[str, int
     """One step of a model that always says `token`; returns the tokens scheduled per request."""
     batch = scheduler.schedule(now_ns)
     scheduler.update(batch, sampled(batch, token))
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return {seq.request_id: num_new for seq, num_new in batch.items}
 
 

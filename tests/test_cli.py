@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from tokenmill.api import server as api_server
 from tokenmill.cli import serve
 from tokenmill.cli.app import app
 from tokenmill.cli.chat import local_chat as local
-from tokenmill.cli.process_app import BENCH_MODULES, MODULES, process_app
+from tokenmill.cli.process_app import MODULES, process_app
 from tokenmill.core.config import PoolConfig
 from tokenmill.settings import SETTINGS, Settings
 from tokenmill.settings.help_text import shown_default
@@ -59,9 +58,7 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, captured.err.removeprefix("error: ").strip()
 
 
-@pytest.mark.parametrize(
-    "words", [*((name,) for name in MODULES), *(("bench", name) for name in BENCH_MODULES)]
-)
+@pytest.mark.parametrize("words", [(name,) for name in MODULES])
 def test_a_process_takes_the_flags_of_the_whole_command_line(words: tuple[str, ...]) -> None:
     """And no other command is there with it than those of its module."""
     own = process_app([*words, "--flag"])
@@ -84,7 +81,8 @@ def test_help_shows_every_flag_whole(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     for words, command in COMMANDS.items():
-        assert run([*words, "--help"]) == 0
+        whole = any("--help-all" in param.opts for param in command.params)
+        assert run([*words, "--help-all" if whole else "--help"]) == 0
         text = capsys.readouterr().out
         shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*(?![\w…-])", text))
         options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
@@ -99,13 +97,44 @@ def test_help_shows_every_flag_whole(
         assert not [name for name in names - hidden if name not in text.split()], group
 
 
+@pytest.mark.parametrize("name", ["serve", "chat", "generate"])
+def test_help_shows_the_flags_that_people_use(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    flags = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+    assert 18 <= len(flags) <= 24 and {"--dtype", "--tp", "--help-all", "--help"} <= {*flags}
+    assert len(text.splitlines()) < 105
+    assert run([name, "--help-all"]) == 0
+    every = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert f"{len(every) - len(flags)} more flags: tokenmill {name} --help-all" in text
+
+
+def test_a_shell_completes_commands() -> None:
+    env = {"_TOKENMILL_COMPLETE": "complete_bash", "COMP_WORDS": "tokenmill ser", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "tokenmill"]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    assert done.stdout.split() == ["serve"]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"tokenmill {__version__}\n"
 
 
 def test_every_flag_is_a_setting() -> None:
-    others = {"--config", "--help", "-h", "--address", "--part", "--feature-connector"}
+    others = {
+        "--config",
+        "--help-all",
+        "--help",
+        "-h",
+        "--address",
+        "--part",
+        "--feature-connector",
+        "--copy",
+    }
     for words, command in COMMANDS.items():
         flags = {f for p in command.params if p.param_type_name == "option" for f in p.opts}
         unknown = {flag for flag in flags - others if flag.removeprefix("--") not in SETTINGS}
@@ -133,9 +162,6 @@ def test_every_flag_is_a_setting() -> None:
         (["serve", "--prefill", "1"], 2, "--prefill needs --decode: prefill workers only"),
         (["serve", "--prefill-set", "dtype=fp32"], 2, "--prefill-set needs --prefill and --decode"),
         (["serve", "--fronts", "0"], 2, "--fronts must be a whole number from 1 to 1024, got '0'"),
-        (["front"], 2, "--join is missing: give HOST:PORT of the server"),
-        (["front", "--join", "8000"], 2, "--join must be HOST:PORT, such as 127.0.0.1:8000"),
-        (["front", "--join", "127.0.0.1:9"], 1, "http://127.0.0.1:9/workers/fronts: "),
         (["serve", *ROLES, "--workers", "2"], 2, "give --workers or --prefill and --decode"),
         (
             ["serve", *ROLES, "--decode-set", "model=other"],
@@ -190,20 +216,6 @@ def test_one_machine_without_a_gpu_needs_no_nixl(
     assert serve._roles(settings, config).get("kv-connector") == connector
 
 
-@pytest.mark.parametrize(
-    ("ranks", "gpus", "share"), [(1, 4, None), (2, 4, None), (4, 4, 0.475), (2, 1, 0.475)]
-)
-def test_workers_that_meet_on_a_gpu_share_its_memory(
-    ranks: int, gpus: int, share: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
-    assert serve._share(Settings({}), 2 * gpus).get("gpu-memory-utilization") == 0.475
-    shared = serve._share(Settings({"ep": ranks}), 2)
-    assert shared.get("gpu-memory-utilization") == share and shared.get("kv-cache-share") is None
-    on_cpu = serve._share(Settings({"ep": ranks, "device": "cpu"}), 2)
-    assert on_cpu.get("gpu-memory-utilization") is None and on_cpu.get("kv-cache-share") == 0.25
-
-
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_two_workers_may_not_both_take_most_of_a_gpu(
     gpus: int, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +236,7 @@ IMAGE_FLAGS = {
     **{"--image-host": "example.com", "--image-folder": ".", "--max-image-size": "1MiB"},
     **{"--max-image-area": "9", "--max-images": "2", "--image-max-pixels": "4096"},
     **{"--image-min-pixels": "1024", "--image-timeout": "1", "--image-cache-size": "1MiB"},
-    **{"--image-threads": "1", "--encoder": "1", "--max-encoder-patches": "64"},
+    **{"--image-processes": "1", "--max-encoder-patches": "64"},
 }
 
 
@@ -275,7 +287,7 @@ def test_file_and_environment_reach_a_command(
 ) -> None:
     seen: list[Settings] = []
     monkeypatch.setattr(local, "load_llm", lambda settings: seen.append(settings) or sys.exit(7))
-    (tmp_path / "tokenmill.toml").write_text("max-tokens = 3\ntemperature = 0.1\nport = 1")
+    (tmp_path / "tokenmill.toml").write_text("max-tokens = 3\ntemperature = 0.1\n[serve]\nport = 1")
     monkeypatch.setenv("TOKENMILL_TEMPERATURE", "0.2")
     for extra, expected in (([], 3), (["--max-tokens", "5"], 5)):
         with pytest.raises(SystemExit):
@@ -295,8 +307,22 @@ def test_unknown_key_names_key_and_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_worker_gets_the_engine_settings_only() -> None:
     settings = Settings({"api-key": ("secret",), "port": 1, "dtype": "fp32", "prefix-cache": False})
     line = serve.worker_command(settings, Path("/models/m.gguf"))
-    assert line[1:5] == ["-P", "-m", "tokenmill", "worker"]
+    assert line[1:5] == ["-P", "-m", "tokenmill", "worker-process"]
     assert line[5:] == ["--model=/models/m.gguf", "--dtype=fp32", "--no-prefix-cache"]
+
+
+def test_a_gpu_is_wanted_where_workers_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tokenmill.core.gpus.visible_gpus", list)
+    monkeypatch.setattr(serve, "fetch", lambda model: sys.exit(7))
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("0" * 32)
+    assert failed(capsys, "serve", "--device", "cuda")[1].startswith("--device cuda: this machine")
+    joined = ["--workers", "0", "--join-listen", "127.0.0.1", "--token-file", "token"]
+    for elsewhere in (["--ray-address", "10.0.0.1:6379"], joined):
+        with pytest.raises(SystemExit, match="7"):
+            run(["serve", "--device", "cuda", *elsewhere])
 
 
 def test_model_names(tmp_path: Path) -> None:
@@ -312,14 +338,6 @@ def test_defaults_in_the_words_of_a_flag() -> None:
     assert shown_default(SETTINGS["temperature"], {"temperature": 0.7}) == "0.7"
     assert shown_default(SETTINGS["image-size"], {}) == "1024x1024"
     assert shown_default(SETTINGS["api-key"], {}) == ""
-
-
-def test_scheduler_benchmark_ends_in_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "scheduler", "--num-running", "8", "--num-steps", "5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    report = json.loads(lines[-1])
-    assert report["num_running"] == 8 and report["num_steps"] == 5
-    assert "of a limit of 1000 us" in lines[0]
 
 
 def test_closed_stdout_and_module_entry(tmp_path: Path) -> None:

@@ -5,22 +5,36 @@ scripts/page_outputs.py says by which comments a fenced block tells what is done
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import urllib.request
 from collections.abc import Iterator
 from contextlib import chdir
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import module_table
 import pytest
 import typer
-from page_outputs import PAGES, ROOT, SAME_OUTPUT, Block, blocks_of, page_name
+from page_outputs import (
+    MEASURED,
+    PAGES,
+    ROOT,
+    SAME_OUTPUT,
+    START,
+    Block,
+    blocks_of,
+    page_name,
+    with_figures,
+)
 
 from api.sim import MODEL
 from api.sim_server import SimServer, sim_server
+from benchmarks.__main__ import names
+from benchmarks.harness import Benchmark
 from tokenmill.__main__ import run
 from tokenmill.api import front_server
 from tokenmill.api import server as api_server
@@ -37,10 +51,14 @@ SERVED = "http://127.0.0.1:8000"
 AIPERF = ROOT / "tests" / "bench" / "results" / "external" / "profile_export_aiperf.json"
 OTHER_FLAGS = {
     "--chaos-s",
+    "--schema-cases",
+    "--soak-calls",
     "--check",
     "--help",
     "--config",
     "--build-arg",
+    "--kv-events-config",
+    "--page-size",
 }  # of pytest, scripts and others
 
 
@@ -53,9 +71,27 @@ COMMANDS = [
     for words in block.commands
     if words[0] == "tokenmill"
 ]
+BENCHMARKS = [words for block in SHELL for words in block.commands if words[0] == "python"]
 
 
 # What the command line knows.
+
+
+def test_benchmarks_parse() -> None:
+    for words in BENCHMARKS:
+        benchmark_of(words).parser().parse_args(words[3:])
+
+
+def benchmark_of(words: list[str]) -> Benchmark:
+    found: Benchmark = import_module(words[2]).BENCHMARK
+    return found
+
+
+def execute(words: list[str]) -> int:
+    if words[0] == "python":
+        benchmark_of(words).call(words[3:])
+        return 0
+    return run(words[1:])
 
 
 def subcommands(command: Any) -> dict[str, Any]:
@@ -67,6 +103,12 @@ def every_flag(command: Any) -> set[str]:
     own = {name for parameter in command.params for name in parameter.opts}
     own |= {name for parameter in command.params for name in parameter.secondary_opts}
     return own.union(*(every_flag(inner) for inner in subcommands(command).values()), set())
+
+
+@functools.cache
+def flags_of_benchmarks() -> set[str]:
+    parsers = [benchmark_of(["", "", f"benchmarks.{name}"]).parser() for name in names()]
+    return {flag for parser in parsers for flag in parser._option_string_actions}
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -84,7 +126,7 @@ def test_flags_in_the_text_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     spans = re.findall(r"`([^`]+)`", text)
     flags = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)}
-    unknown = flags - every_flag(typer.main.get_command(app)) - OTHER_FLAGS
+    unknown = flags - every_flag(typer.main.get_command(app)) - flags_of_benchmarks() - OTHER_FLAGS
     assert not unknown, f"{page.name} names flags that no command has: {sorted(unknown)}"
 
 
@@ -118,12 +160,34 @@ DONE: set[tuple[str, ...]] = set()  # some commands stand on several pages
 def test_commands_run(block: Block, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     exact = block.marker == SAME_OUTPUT
     for words in block.commands:
-        assert (tuple(words) in DONE and not exact) or run(words[1:]) == 0, capfd.readouterr().err
+        assert (tuple(words) in DONE and not exact) or execute(words) == 0, capfd.readouterr().err
         DONE.add(tuple(words))
     if exact:
         found = capfd.readouterr().out
         stale = [line for line in block.shown if line not in found.splitlines()]
         assert not stale, "run python scripts/page_outputs.py"
+
+
+def test_the_answer_in_the_readme_is_the_default_models(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = [b for b in SHELL if b.page.name == "README.md" and "capital of France" in b.text]
+    (block,) = shown
+    body = json.loads(next(word for words in block.commands for word in words if word[0] == "{"))
+    flags = ["--temperature", str(body["temperature"]), "--max-tokens", "16", "--json"]
+    assert run(["generate", body["prompt"], *flags]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(block.shown[-1]) == report["text"]
+
+
+def test_measured_figures_stand_in_one_file() -> None:
+    recipes = sorted((ROOT / "recipes").glob("*.toml"))
+    for path in [*PAGES, *recipes]:
+        text = path.read_text(encoding="utf-8")
+        assert with_figures(page_name(path), text) == text, "run python scripts/page_outputs.py"
+    for page in (ROOT / "README.md", ROOT / "docs" / "benchmarking.md"):
+        assert START in page.read_text(encoding="utf-8")
+    assert {row["recipe"] for row in MEASURED if "recipe" in row} <= {r.name for r in recipes}
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +250,8 @@ def test_commands_run_against_a_server(
             if words[0] == "curl":
                 curl(words, server)
                 continue
-            arguments = [word.replace(SERVED, server.url) for word in words[1:]]
-            assert run(arguments) == 0, f"{block}: {' '.join(words)}"
+            arguments = [word.replace(SERVED, server.url) for word in words]
+            assert execute(arguments) == 0, f"{block}: {' '.join(words)}"
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=page_name)

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "sched": {"core"},
     "routing": {"core", "sched"},
+    "engine_events": POLICY,
     "parallel": {"core"},
     "kernels": set(),
     "layers": {"core", "parallel", "kernels"},
@@ -35,57 +36,48 @@ ALLOWED: dict[str, set[str]] = {
     "video": {"core", "parallel", "kernels", "layers", "models", "engine"},
     "text": {"core"},
     "vision": {"core", "http_connection"},
-    "workers": POLICY,
-    "api": FRONT - {"api"} | {"http_connection"},
+    "workers": POLICY | {"engine_events"},
+    "api": FRONT - {"api"} | {"http_connection", "engine_events"},
     "http_connection": set(),
-    "proxy": FRONT | {"http_connection"},
+    "proxy": FRONT | {"http_connection", "engine_events"},
     "settings": {"core"},
-    "console": {"models"},
+    "console": {"core", "models"},
     "bench": {"core", "text", "routing", "http_connection"},
     "bench/ceiling": {"core", "kernels"},
-    "bench/embedding_rates": {"core", "kernels", "ranking"},
-    "bench/mlperf/image_samples": {"core", "text", "vision"},
-    "bench/mlperf/ranking_test": {"core", "ranking", "settings"},
-    "bench/mlperf/ranking_url": {"core", "ranking", "http_connection"},
-    "bench/mlperf/video_url": {"core", "settings"},
-    "bench/mlperf/video_test": {"core", "models", "settings", "text", "video"},
-    "bench/mlperf/test_process": ENGINE_PATH | TERMINAL | {"text"},
+    "bench/mlperf/samples": {"core", "text", "vision"},
+    "bench/mlperf/ranking": {"core", "ranking", "settings"},
+    "bench/mlperf/video": {"core", "http_connection", "models", "settings", "text", "video"},
+    "bench/mlperf/language": {"console", "core", "engine", "models", "settings", "text"},
+    "bench/mlperf/under_test": {"core", "http_connection", "settings"},
+    "bench/mlperf/loadgen_tests": TERMINAL | {"core"},
     "bench/report/throughput_report": {"core", "engine", "console"},
+    "bench/report/result_folder": {"core", "console"},
     "bench/client/live_progress": {"core", "console"},
     "bench/endpoint_load": TERMINAL | {"core", "text"},
     "bench/endpoint_saturation": TERMINAL | {"core"},
     "bench/commands": ENGINE_PATH | FRONT | TERMINAL | {"plan"},
-    "bench/kv_transfer_pair": ENGINE_PATH,
-    "bench/kv_tiers_run": ENGINE_PATH,
-    "plan": POLICY,
+    "plan": POLICY | {"engine_events"},
     "plan/predict": POLICY | {"bench"},
     "plan/fit": POLICY | {"bench"},
     "plan/pareto": POLICY | {"bench"},
-    "llm": {"core", "models", "engine", "text"},
-    "cli": ENGINE_PATH | FRONT | TERMINAL | {"proxy", "bench", "plan", "llm"},
+    "llm": {"core", "models", "engine", "text", "settings"},
+    "async_llm": {"core", "llm"},
+    "cli": ENGINE_PATH | FRONT | TERMINAL | {"proxy", "bench", "plan", "llm", "demo"},
     "__main__": {"core", "settings", "cli", "console"},
-    "demo": {"core", "cli", "console"},
-    "__init__": {"core", "llm"},
+    "demo": {"core", "console", "bench"},
+    "__init__": {"core", "llm", "async_llm"},
 }
 MAX_MODULES = 20  # of a package, with its __init__; bench/commands has one for each command
-PEERS = ("transformers", "xllamacpp", "openvino", "openvino_genai", "ctranslate2", "vllm")
-TORCH_BENCHES = (
-    "bench/ceiling",
-    "bench/embedding_rates",
-    "bench/kv_tiers_run",
-    "bench/kv_transfer_pair",
-    "bench/peer_runners",
-)
+TORCH_BENCHES = ("bench/ceiling",)
 ENGINE = ("kernels/", "layers/", "models/", "engine/", "kv/", "ranking/", "video/")
 NUMPY = ("core/", "sched/", "routing/", *ENGINE)
 HOMES: dict[str, tuple[str, ...]] = {
     "numpy": (
         *NUMPY,
-        "bench/embedding_rates",
-        "bench/mlperf/image_samples",
+        "engine_events/engine_blocks",
+        "bench/mlperf/samples",
         "vision/processor",
         "vision/image_files",
-        "bench/peer_runners",
     ),
     "PIL": ("vision/image_files",),
     "av": ("video/video_files",),
@@ -100,8 +92,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "ranking/stores/table_files",
     ),
     "gguf": ("models/checkpoints/gguf",),
-    "lmdb": ("ranking/stores/database",),
-    "huggingface_hub": ("models/checkpoints/store",),
+    "huggingface_hub": ("models/checkpoints/hub",),
     "xgrammar": ("engine/sampling/grammar",),
     "nixl": ("kv/nixl_connector",),
     "fastapi": ("api/", "proxy/proxy_routes"),
@@ -114,20 +105,26 @@ HOMES: dict[str, tuple[str, ...]] = {
         *("api/telemetry/prometheus", "proxy/proxy_metrics", "bench/client/scrape"),
         "api/videos/video_metrics",
     ),
-    "msgspec": ("api/", "workers/", "proxy/", "bench/client/records"),
+    "msgspec": (
+        *("api/", "workers/", "proxy/", "bench/client/records", "bench/results/"),
+        *("bench/mlperf/loadgen_tests", "bench/report/", "demo"),
+        *("engine_events/wire", "engine/ranks/rank_messages"),
+    ),
     "httptools": ("http_connection", "api/connection"),
     "uvloop": ("bench/client/client_process",),
-    "zmq": ("workers/link", "workers/fronts/front_link", "workers/fronts/control_socket"),
-    "ray": ("workers/placement",),
+    "zmq": (
+        *("workers/link", "workers/fronts/front_link", "workers/fronts/control_socket"),
+        *("proxy/event_source", "engine_events/publisher"),
+    ),
+    "ray": ("workers/ray_placement",),
     "mlperf_loadgen": ("bench/mlperf/loadgen",),
     "rouge_score": ("bench/mlperf/accuracy",),
     "nltk": ("bench/mlperf/accuracy",),
     "typer": ("cli/", "settings/options", "settings/help_page", "bench/commands/", "__main__"),
-    "rich": ("cli/", "settings/help_page", "bench/client/live_progress", "console", "demo"),
+    "rich": ("cli/", "settings/help_page", "bench/client/live_progress", "console"),
     "openai": ("demo",),
     "tqdm": ("llm",),
     "opentelemetry": ("api/telemetry/tracing",),
-    **dict.fromkeys(PEERS, ("bench/peer_runners",)),
 }
 
 
@@ -229,8 +226,8 @@ print([name for name in heavy if name in sys.modules])
     assert run_python(code).splitlines()[-1] == "[]"
 
 
-def test_engine_path_needs_torch_triton_numpy_and_safetensors_only() -> None:
-    refused = sorted(HOMES.keys() - {"torch", "triton", "numpy", "safetensors"})
+def test_engine_path_needs_few_libraries_only() -> None:
+    refused = sorted(HOMES.keys() - {"torch", "triton", "numpy", "safetensors", "msgspec"})
     names = [name for unit in sorted(ENGINE_PATH) for name in modules_of(unit)]
     # kernels/cpu is where numba lives; it is imported only where numba is installed.
     names = [name for name in names if not name.startswith("tokenmill.kernels.cpu.")]

@@ -1,13 +1,16 @@
 """The Python API on the default model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.core.config import CacheConfig
 from tokenmill.core.types import InvalidRequestError, StructuredOutput, TokenmillError
+from tokenmill.text.output_style import resolve_style
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -44,6 +47,34 @@ def test_n_siblings_of_a_seed_differ_and_repeat(llm: LLM) -> None:
     texts = [completion.text for completion in one.outputs]
     assert len(set(texts)) == 3
     assert [completion.text for completion in again.outputs] == texts
+
+
+def test_a_budget_of_reasoning(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, params = "<think>\nLet me see,", replace(GREEDY, thinking_token_budget=4)
+    free = text(llm, prompt, GREEDY)
+    assert text(llm, prompt, params) == text(llm, prompt, params) == free
+    assert caplog.text.count("thinking_token_budget has no effect") == 1
+    monkeypatch.setattr(llm, "_style", resolve_style(llm.tokenizer, "auto", "think"))
+    end = llm.tokenizer.encode("</think>")
+    (one,), (two,) = (llm.generate(p, params) for p in (prompt, prompt + " now"))
+    for output in (one.outputs[0], two.outputs[0]):
+        assert output.token_ids[4 : 4 + len(end)] == end
+    assert one.outputs[0].text.partition("</think>")[0] == free[: one.outputs[0].text.index("</")]
+    for wrong in (-1, 2.5, True):
+        with pytest.raises(InvalidRequestError, match="thinking_token_budget must be"):
+            SamplingParams(thinking_token_budget=wrong)  # type: ignore[arg-type]
+    loop: Any = {"max_pattern_size": 2, "min_count": 4}
+    same = replace(GREEDY, logit_bias={end[0]: 100.0}, repetition_detection=loop)
+    (looped,) = llm.generate("x", same)[0].outputs
+    assert looped.token_ids == end[:1] * 4 and looped.stop_reason == "repetition_detected"
+
+
+def test_stop_strings_are_bounded() -> None:
+    for stop, what in (("x" * 1025, r"stop\[0\] has 1025"), (["x"] * 65, "65 strings, at most 64")):
+        with pytest.raises(InvalidRequestError, match=what):
+            SamplingParams(stop=stop)
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
@@ -99,7 +130,7 @@ def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
 
 
 def test_errors_name_what_is_wrong(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="context is 512 tokens; the prompt has 600"):
+    with pytest.raises(InvalidRequestError, match="prompt is too long: 600 tokens > 512 max"):
         llm.generate([[1] * 600], GREEDY)
     with pytest.raises(InvalidRequestError, match="2 entries for 1 prompts"):
         llm.generate(["x"], [GREEDY, GREEDY])

@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+from kube_shapes import problems
 from tokenmill.cli.app import app
 from tokenmill.settings import load
 
@@ -58,13 +59,16 @@ def test_the_page_names_every_recipe() -> None:
 
 def test_the_kuberay_manifest_serves_by_the_cluster() -> None:
     documents = list(yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text(encoding="utf-8")))
-    cluster, service = documents
+    claim, cluster, service = documents
     assert (cluster["kind"], service["kind"]) == ("RayCluster", "Service")
     head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     words = shlex.split(head["args"][0])
     command, left = command_of(words[words.index("tokenmill") + 1 :])
     context = command.make_context("serve", list(left))
     assert command.name == "serve" and "--ray-address" in left and context.params
+    assert left[left.index("--placement") + 1] == "ray"
+    assert left[left.index("--device") + 1] == "cuda"  # GPUs whose pods have not joined yet
+    assert head["readinessProbe"]["httpGet"] == head["startupProbe"]["httpGet"]
     (ports,) = [port for port in head["ports"] if port["name"] == "api"]
     assert ports["containerPort"] == service["spec"]["ports"][0]["port"] == 8000
     assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
@@ -74,13 +78,71 @@ def test_the_kuberay_manifest_serves_by_the_cluster() -> None:
         (worker,) = group["template"]["spec"]["containers"]
         mounts = [mount["mountPath"] for mount in worker["volumeMounts"]]
         assert mounts == [mount["mountPath"] for mount in head["volumeMounts"]]
+        assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        (volume,) = group["template"]["spec"]["volumes"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+MANIFESTS = sorted(RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_has_what_kubernetes_takes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    documents = list(yaml.safe_load_all(text))
+    assert [problem for document in documents for problem in problems(document)] == []
+    made = set(re.findall(r"--from-literal=([\w-]+)=", text.partition("apiVersion")[0]))
+    assert (
+        set(re.findall(r"\bkey: ([\w-]+)", text)) == made
+    )  # of the Secret that it says how to make
+    probed = [container for container in containers(documents) if container.get("ports")]
+    assert probed and all({"startupProbe", "readinessProbe"} <= c.keys() for c in probed)
+    labels = [d["spec"]["template"]["metadata"]["labels"] for d in of_kind(documents, "Deployment")]
+    for service in of_kind(documents, "Service"):
+        selector = service["spec"]["selector"]
+        assert selector in labels or any("/" in key for key in selector)
+        targets = {port["targetPort"] for port in service["spec"]["ports"]}
+        assert targets <= {port["name"] for c in probed for port in c["ports"]}
+
+
+def of_kind(documents: list[Any], kind: str) -> list[Any]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def containers(value: Any) -> list[Any]:
+    """All containers of manifests, wherever they are."""
+    if isinstance(value, list):
+        return [found for item in value for found in containers(item)]
+    if isinstance(value, dict):
+        return value.get("containers", []) + containers(list(value.values()))
+    return []
+
+
+def test_wrong_manifests_are_found() -> None:
+    (cluster,) = of_kind(
+        list(yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text())), "RayCluster"
+    )
+    head = cluster["spec"]["headGroupSpec"]
+    head["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    head["rayStartParams"]["num-cpus"] = 0
+    del cluster["spec"]["workerGroupSpecs"][0]["minReplicas"]
+    assert problems(cluster) == [
+        "RayCluster.spec.headGroupSpec.rayStartParams.num-cpus: expected str, got 0",
+        "RayCluster.spec.headGroupSpec.template.spec.containers[0]: readynessProbe is not known",
+        "RayCluster.spec.workerGroupSpecs[0]: minReplicas is missing",
+    ]
 
 
 def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
     text = (RECIPES / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     for names in re.findall(r"^COPY (.+)$", text, re.M):
         assert all((ROOT / name).exists() for name in names.split()[:-1])
-    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
+    (extras,) = re.findall(r"^ARG EXTRAS=(.+)$", text, re.M)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = {
+        name for names in re.findall(r"^COPY (.+)$", text, re.M) for name in names.split()[:-1]
+    }
+    assert copied == {line[1:] for line in ignored if line[0] == "!"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     (entry,), (arguments,) = (

@@ -4,13 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenmill.async_llm import AsyncLLM
     from tokenmill.core.types import SamplingParams
     from tokenmill.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "tokenmill.llm", "SamplingParams": "tokenmill.core.types"}
+_HOMES = {
+    "AsyncLLM": "tokenmill.async_llm",
+    "LLM": "tokenmill.llm",
+    "SamplingParams": "tokenmill.core.types",
+}
 
 
 def __getattr__(name: str) -> Any:

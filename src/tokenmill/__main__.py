@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tokenmill.console import fail
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import SettingsError
+from tokenmill.settings.vllm_names import as_flags
 
 if TYPE_CHECKING:
     import typer
@@ -23,6 +24,8 @@ DISTRIBUTIONS = {  # of modules with another name
     "rouge_score": "rouge-score",
 }
 INTERRUPTED = 130
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS
+CACHES = "; TOKENMILL_CACHE, XDG_CACHE_HOME, HF_HOME and TMPDIR choose other folders"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,15 +52,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
-    """typer's app; where it or what it needs is missing, the benchmarks by argparse."""
     given = sys.argv[1:] if arguments is None else arguments
-    if missing := [name for name in ("typer", "rich", "pydantic") if not _installed(name)]:
-        from tokenmill.cli.argparse_bench import run_plain
-
-        return run_plain(given, missing)
     from tokenmill.cli.process_app import process_app
 
     app = process_app(given) or _whole_app()
+    if given[:1] == ["serve"]:
+        given = ["serve", *as_flags(given[1:])]
     return app(given, prog_name="tokenmill", standalone_mode=False) or 0
 
 
@@ -65,14 +65,6 @@ def _whole_app() -> typer.Typer:
     from tokenmill.cli.app import app
 
     return app
-
-
-def _installed(name: str) -> bool:
-    try:
-        import_module(name)
-    except ModuleNotFoundError:
-        return False
-    return True
 
 
 def describe(error: Exception) -> str:
@@ -86,7 +78,8 @@ def describe(error: Exception) -> str:
         package = DISTRIBUTIONS.get(module, module)
         return f"the package {package} is needed here and is not installed: pip install {package}"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return text + (CACHES if error.errno in NO_ROOM else "")
     return f"{type(error).__name__}: {error} (TOKENMILL_TRACEBACK=1 shows where)"
 
 

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from tokenmill.core.config import PROGRESS, SILENT
+
 Update = Callable[[int, int], None]  # how much is done, and of how much
 
-_MARKUP = re.compile(r"\[/?(?:bold|dim)\]")
 
-
-class PlainConsole:
-    """The part of rich's Console that this package uses, for when rich is not installed."""
-
-    is_terminal = False  # no colours and no bars
-
-    def __init__(self, *, stderr: bool = False) -> None:
-        self._stderr = stderr
-
-    def print(self, text: str = "", *, markup: bool = True, style: str = "") -> None:
-        """One line; `style` is a terminal's matter."""
-        stream = sys.stderr if self._stderr else sys.stdout
-        stream.write((without_markup(text) if markup else text) + "\n")
-        stream.flush()
-
-
-def without_markup(text: str) -> str:
-    """The text without [bold] and [dim]."""
-    return _MARKUP.sub("", text)
-
-
-def _console(stderr: bool) -> Any:
-    try:
-        from rich.console import Console
-    except ImportError:
-        return PlainConsole(stderr=stderr)
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    console.soft_wrap = not console.is_terminal  # lines of a pipe are whole
+    return console
 
 
 out = _console(stderr=False)
@@ -48,33 +28,62 @@ err = _console(stderr=True)
 
 
 def fail(message: str) -> None:
-    """Print an error in red to stderr."""
-    err.print(f"error: {message}", style="bold red", markup=False)
+    """Print an error in red to stderr; the program goes on where stderr takes no more."""
+    with suppress(OSError):
+        err.print(f"error: {message}", style="bold red", markup=False)
 
 
 def note(message: str) -> None:
-    """Print one line of progress to stderr."""
-    err.print(message, style="dim", markup=False)
+    """Print one line of progress to stderr; the program goes on where stderr takes no more."""
+    with suppress(OSError):
+        err.print(message, style="dim", markup=False)
 
 
-def print_json(report: Mapping[str, Any]) -> None:
-    """One line of JSON on stdout."""
-    sys.stdout.write(json.dumps(report) + "\n")
-    sys.stdout.flush()
+def print_json(report: Mapping[str, Any], wanted: bool = True) -> None:
+    """One line of JSON on stdout; on a terminal only where it is wanted."""
+    if wanted or not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns on stdout: the first one to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        out.print("  ".join(cells).rstrip(), markup=False)
+    """Columns on stdout: the first one to the left, the others to the right.
+
+    On a terminal that is narrower, what does not fit follows below, beside the first column again.
+    """
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    room = out.width if out.is_terminal else sum(widths) + 2 * len(widths)
+    for number, block in enumerate(_blocks(widths, room)):
+        if number:
+            out.print()
+        for first, *others in zip(columns[0], *(columns[i] for i in block), strict=True):
+            cells = [first.ljust(widths[0])]
+            cells += [cell.rjust(widths[i]) for cell, i in zip(others, block, strict=True)]
+            out.print("  ".join(cells).rstrip(), markup=False)
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """The columns after the first, cut into blocks that fit into the room beside it."""
+    blocks: list[list[int]] = [[]]
+    left = room - widths[0]
+    for index, width in enumerate(widths[1:], 1):
+        if blocks[-1] and left < width + 2:
+            blocks.append([])
+            left = room - widths[0]
+        blocks[-1].append(index)
+        left -= width + 2
+    return blocks
 
 
 @contextmanager
 def progress(description: str, *, size_in_bytes: bool = False) -> Iterator[Update]:
     """A bar on a terminal, a line per quarter elsewhere; nothing until the first update."""
+    others = os.environ.get(PROGRESS, "")
+    if others == SILENT:
+        yield lambda done, total: None
+        return
+    description += others
     if not err.is_terminal:
         yield _lines(description)
         return

@@ -19,6 +19,9 @@ import httptools
 Headers = list[tuple[bytes, bytes]]
 MAX_FILES = 65_536
 LENGTH = frozenset((b"content-length", b"transfer-encoding"))
+MAX_HEAD_BYTES = 65_536  # of a head and its trailers; also bytes that amount to nothing
+ENTRY_BYTES = 32  # that a header counts beside its name and value, as in HTTP/2 and HTTP/3
+HEAD_TOO_LARGE = f"too large: the head has more than {MAX_HEAD_BYTES} bytes"
 
 
 def tls_of(parts: SplitResult, insecure: bool = False) -> ssl.SSLContext | None:
@@ -45,6 +48,9 @@ class HttpConnection(asyncio.Protocol, ABC):
         self.transport: Any = None
         self._parser: Any = None
         self._headers: Headers = []
+        self._num_head_bytes = 0  # of the current answer
+        self._num_empty_bytes = 0  # read since the last part of a body
+        self._has_head = False
         self._ends_with_connection = False  # the answer, which has no length
         self._parts: list[bytes] = []
         self.on_body = self._parts.append
@@ -72,6 +78,7 @@ class HttpConnection(asyncio.Protocol, ABC):
     def write(self, request: bytes) -> None:
         """Send a request; what comes from now on is its answer."""
         self.got_bytes, self._ends_with_connection, self._headers = False, False, []
+        self._has_head, self._num_head_bytes, self._num_empty_bytes = False, 0, 0
         self.transport.write(request)
 
     def close(self) -> None:
@@ -87,11 +94,15 @@ class HttpConnection(asyncio.Protocol, ABC):
     def data_received(self, data: bytes) -> None:
         self.read_ns = time.monotonic_ns()
         self.got_bytes = True
+        self._num_empty_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.fail(f"not HTTP: {error}")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            is_long = self._num_head_bytes > MAX_HEAD_BYTES
+            self.fail(HEAD_TOO_LARGE if is_long else f"not HTTP: {error}")
         self._flush()
+        if self._num_empty_bytes > MAX_HEAD_BYTES:  # an endless line, or ever more interim heads
+            self.fail(HEAD_TOO_LARGE)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -102,23 +113,30 @@ class HttpConnection(asyncio.Protocol, ABC):
             self.lose(error)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        self._num_head_bytes += len(name) + len(value) + ENTRY_BYTES
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(HEAD_TOO_LARGE)
+        if not self._has_head:  # a trailer is dropped
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:  # the real one follows
             self._headers = []
         else:
+            self._has_head = True
             self._ends_with_connection = LENGTH.isdisjoint(name for name, _ in self._headers)
             self.take_head(status, self._headers)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:
             self._flush()
+            self._num_empty_bytes = 0
             self.finish(self._parser.should_keep_alive())
 
     def _flush(self) -> None:
         if self._parts:
+            self._num_empty_bytes = 0
             self.take_body(self._parts)
             self._parts.clear()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
@@ -34,12 +35,17 @@ from tokenmill.core.types import (
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.models.checkpoints.store import resolve
-from tokenmill.text.detokenize import Detokenizer
+from tokenmill.settings.vllm_names import DTYPES, as_fields
+from tokenmill.text.detokenize import Detokenizer, StopTable
+from tokenmill.text.output_style import resolve_style
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
+MAX_CHOICES = 128  # of one prompt: their seeds follow each other
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt_token_ids": [...]}
 Message = Mapping[str, Any]
-C = TypeVar("C", CacheConfig, SchedulerConfig)
+C = TypeVar("C", CacheConfig, SchedulerConfig, ExecutionConfig, ParallelConfig)
 
 
 @dataclass(slots=True)
@@ -71,6 +77,7 @@ class GenerationOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+    error: str | None = None  # it ended by this
 
 
 @dataclass(slots=True)
@@ -103,16 +110,23 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool | None = None,
+        seed: int | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         execution: ExecutionConfig | None = None,
         parallel: ParallelConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
+        **vllm: Any,
     ) -> None:
-        """Load a model; what is named here wins over the same field of `cache` and `scheduler`."""
+        """Load a model; what is named here wins over the same field of `cache` and `scheduler`.
+
+        `seed` is that of answers whose parameters have none. `vllm` are other arguments of vLLM's
+        LLM, such as tensor_parallel_size.
+        """
+        others = as_fields(vllm)
         config = ModelConfig(
             model=str(resolve(model)),
-            dtype=_compute_type(dtype),
+            dtype=_compute_type(DTYPES.get(dtype, dtype)),
             device=_device(device),
             random_weights=random_weights,
             max_model_len=max_model_len,
@@ -127,22 +141,32 @@ class LLM:
                 cache or CacheConfig(),
                 memory_bytes=kv_cache_memory_bytes,
                 prefix_cache=enable_prefix_caching,
+                **others.get(CacheConfig, {}),
             ),
             _override(
                 scheduler or SchedulerConfig(max_waiting=2**31),  # offline everything may queue
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                **others.get(SchedulerConfig, {}),
             ),
-            execution or ExecutionConfig(),
-            parallel or ParallelConfig(),
+            _override(execution or ExecutionConfig(), **others.get(ExecutionConfig, {})),
+            _override(parallel or ParallelConfig(), **others.get(ParallelConfig, {})),
         )
         self.built = build_engine(
             resolve_setup(setup), self.tokenizer.grammar_vocab(), progress=progress
         )
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
         self.engine = self.built.engine
-        self._ids = itertools.count()
+        self._style = resolve_style(self.tokenizer, "auto", "auto")
+        self._seed = seed
+        self._ids, self._noted_budget = itertools.count(), False
         self._streams: dict[str, _Stream] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -222,12 +246,19 @@ class LLM:
         shown = 0
         try:
             while not owner.finished:
-                self._step()
+                self.step()
+                _check_failed(owner)
                 yield completion.text[shown:], owner
                 shown = len(completion.text)
         finally:
             if not owner.finished:
-                self._abort(owner)
+                self.abort(owner)
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> GenerationOutput:
+        """Queue one prompt; steps add to its output."""
+        text, token_ids = self._tokenize(prompt)
+        self._check_fits(token_ids, sampling)
+        return self._submit(text, token_ids, sampling, priority, True)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -255,6 +286,10 @@ class LLM:
         """Queue a prompt's n sequences; with a seed, each sibling gets its own."""
         number = next(self._ids)
         owner = GenerationOutput(str(number), text, token_ids, [])
+        if sampling.seed is None and self._seed is not None:
+            sampling = replace(sampling, seed=self._seed + number * MAX_CHOICES)
+        sampling = self._with_marks(sampling, text, token_ids, continues)
+        stops = StopTable.of(sampling.stop)
         for index in range(sampling.n):
             seed = None if sampling.seed is None else sampling.seed + index
             single = replace(sampling, n=1, seed=seed)
@@ -262,7 +297,7 @@ class LLM:
             detokenizer = Detokenizer(
                 self.tokenizer,
                 skip_special_tokens=single.skip_special_tokens,
-                stop=single.stop,
+                stop=stops,
                 include_stop_str=single.include_stop_str_in_output,
                 min_tokens=single.min_tokens,
                 continues=continues,
@@ -275,6 +310,22 @@ class LLM:
             self.engine.submit(request)
         return owner
 
+    def _with_marks(
+        self, sampling: SamplingParams, text: str | None, token_ids: list[int], continues: bool
+    ) -> SamplingParams:
+        """With what a budget of reasoning is counted and ended by, where there is one."""
+        if sampling.thinking_token_budget is None or sampling.reasoning is not None:
+            return sampling
+        if text is None:
+            known = [token for token in token_ids if token < self.tokenizer.vocab_size]
+            text = self.tokenizer.decode(known, skip_special_tokens=False)
+        style = self._style
+        marks = style.text_marks(text, token_ids) if continues else style.chat_marks(text)
+        if marks is None and not self._noted_budget:
+            self._noted_budget = True
+            _log.warning("this model does not reason: thinking_token_budget has no effect")
+        return replace(sampling, reasoning=marks)
+
     def _drive(self, owners: list[GenerationOutput], use_tqdm: bool) -> None:
         """Step until all are finished; on an exception or Ctrl-C what is left is aborted."""
         hidden = None if use_tqdm else True  # None: drawn on a terminal only
@@ -282,14 +333,17 @@ class LLM:
             with tqdm(total=len(owners), desc="Prompts", disable=hidden) as bar:
                 while (done := sum(owner.finished for owner in owners)) < len(owners):
                     bar.update(done - bar.n)
-                    self._step()
+                    self.step()
+                    for owner in owners:
+                        _check_failed(owner)
                 bar.update(len(owners) - bar.n)
         except BaseException:
             for owner in owners:
-                self._abort(owner)
+                self.abort(owner)
             raise
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Run one step of the engine."""
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is not None:
@@ -312,7 +366,7 @@ class LLM:
             self._finish(stream, output.request_id, FinishReason.STOP, detokenizer.stop_reason)
         elif output.finish_reason is not None:
             if output.finish_reason in (FinishReason.REJECT, FinishReason.ERROR):
-                raise TokenmillError(output.error or f"the engine answered {output.finish_reason}")
+                owner.error = output.error or f"the engine answered {output.finish_reason}"
             self._finish(stream, output.request_id, output.finish_reason, output.stop_reason)
 
     def _finish(
@@ -324,10 +378,16 @@ class LLM:
         stream.completion.stop_reason = why
         stream.owner.finished = all(c.finish_reason for c in stream.owner.outputs)
 
-    def _abort(self, owner: GenerationOutput) -> None:
+    def abort(self, owner: GenerationOutput) -> None:
+        """End what is under way of a prompt."""
         for request_id in [key for key, s in self._streams.items() if s.owner is owner]:
             self.engine.abort(request_id)
             del self._streams[request_id]
+
+
+def _check_failed(owner: GenerationOutput) -> None:
+    if owner.error is not None:
+        raise TokenmillError(owner.error)
 
 
 def _override(config: C, **named: Any) -> C:

@@ -6,8 +6,11 @@ by way of host memory between ranks that share a GPU: NCCL takes one rank for ea
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -18,6 +21,8 @@ import torch.distributed as dist
 
 TIMEOUT_S = 300.0  # of one collective: a rank that does not come is taken for dead
 Backend = Literal["gloo", "nccl"]
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # the request for an interface's address
 _DIST: Any = dist  # the stores are there, but not in its types
 
 
@@ -209,9 +214,50 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def open_store(host: str, size: int, port: int | None = None) -> Any:
-    """Where ranks of several machines meet: made here, or the one at a port of `host`."""
-    first = port is None
-    return _DIST.TCPStore(host, port or 0, size, is_master=first, wait_for_workers=False)
+    """Where ranks of several machines meet: made here, or the one at a port of `host`.
+
+    It listens at `host` alone; by itself it would take every interface.
+    """
+    listener, fd = port is None, None
+    if port is None:
+        made = socket.create_server((host, 0), backlog=size)
+        port, fd = made.getsockname()[1], made.detach()
+    return _DIST.TCPStore(
+        host, port, size, is_master=listener, wait_for_workers=False, master_listen_fd=fd
+    )
+
+
+def own_address(host: str) -> str:
+    """The address of this machine from which it reaches `host`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this IPv4 address, if any."""
+    wanted = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if found[20:24] == wanted:
+                    return name
+    return None
+
+
+@contextmanager
+def _listening_at(address: str) -> Iterator[None]:
+    """Let gloo listen at the interface with this address, unless the operator has named one."""
+    name, variable = interface_of(address), "GLOO_SOCKET_IFNAME"
+    if name is None or variable in os.environ:
+        yield
+        return
+    os.environ[variable] = name
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 def file_store(path: str, size: int) -> Any:
@@ -219,10 +265,21 @@ def file_store(path: str, size: int) -> Any:
     return _DIST.FileStore(path, size)
 
 
-def connect(rank: int, size: int, store: Any, backend: Backend, on_gpu: bool = False) -> Ranks:
-    """Join the group that meets at `store`; the process can be in one at a time."""
+def connect(
+    rank: int,
+    size: int,
+    store: Any,
+    backend: Backend,
+    on_gpu: bool = False,
+    address: str = LOOPBACK,
+) -> Ranks:
+    """Join the group that meets at `store`; the process can be in one at a time.
+
+    Ranks of other machines reach this one at `address`.
+    """
     timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    with _listening_at(address):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Ranks(rank, size, staged=on_gpu and backend == "gloo")
 
 

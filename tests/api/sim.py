@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import sleep
@@ -26,7 +27,8 @@ from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import Request, StepResult
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.sampling.sampler import state_of
+from tokenmill.engine.sampling.grammar_pool import GrammarPool
+from tokenmill.engine.sampling.sampler import forced_token, state_of
 from tokenmill.plan.simulator import SimRunner
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
@@ -35,6 +37,8 @@ from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
+from tokenmill.workers.joining.joiner import Membership
+from tokenmill.workers.joining.protocol import read_token
 from tokenmill.workers.messages import ModelFacts
 from tokenmill.workers.worker_process import run_worker
 
@@ -81,10 +85,10 @@ IMAGE_TEMPLATE = TEMPLATE.replace(
 )
 
 
-def make_tokenizer(sees: bool = False) -> Tokenizer:
+def make_tokenizer(sees: bool = False, tags: bool = True) -> Tokenizer:
     """A byte-level tokenizer of 400 tokens with a ChatML template; the same in every process.
 
-    One that `sees` writes images.
+    One that `sees` writes images; one without `tags` has no tokens for those of reasoning.
     """
     backend = Backend(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,7 +100,8 @@ def make_tokenizer(sees: bool = False) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    if tags:
+        backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
     if sees:
         backend.add_special_tokens([AddedToken(tag, normalized=False) for tag in IMAGE_TOKENS])
     return Tokenizer(
@@ -138,6 +143,8 @@ class ScriptRunner(SimRunner):
         script = self._scripts.get(sequence.request_id)
         if script is None:
             script = self._scripts[sequence.request_id] = self._script(sequence.request)
+        if (forced := forced_token(sequence)) is not None:
+            return [forced]
         position = sequence.num_output_tokens
         eos = self._tokenizer.eos_token_ids[0]
         token = script[position] if position < len(script) else eos
@@ -174,8 +181,8 @@ def run_sim_worker(
     num_blocks: int,
     fault_rate: float,
     sees: bool,
+    leave: Callable[[], None] | None = None,
 ) -> None:
-    from api.light_xgrammar import LightGrammar
     from workers.sim_kv import SimCache
 
     tokenizer = make_tokenizer(sees)
@@ -197,13 +204,12 @@ def run_sim_worker(
         max_waiting=limits.max_waiting,
         warnings=warnings,
     )
-    # xgrammar is imported when a test asks for it.
-    grammar = LightGrammar(tokenizer.grammar_vocab(), num_threads=1)
+    grammar = GrammarPool(tokenizer.grammar_vocab())
     assert "torch" not in sys.modules, "importing torch is longer than all else that a start does"
     runner = ScriptRunner(tokenizer, step_ms, prefill_ms, cache)
     vision = make_vision(tokenizer) if sees else None
     engine = LanguageEngine(scheduler, runner, grammar, kv=kv, vision=vision)
-    run_worker(engine, address, facts, kv)
+    run_worker(engine, address, facts, kv, leave=leave)
 
 
 def worker_argv(
@@ -246,12 +252,16 @@ def main() -> None:
     parser.add_argument("role", choices=["worker", "server", "front"])
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--address")
-    parser.add_argument("--join")
+    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "TOKEN_FILE"))
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules beside this one
     if args.role == "worker":
         args.options["limits"] = SchedulerConfig(**args.options["limits"])
-        run_sim_worker(args.address, **args.options)
+        leave = None
+        if args.join:
+            member = Membership(args.join[0], read_token(args.join[1]), wait_s=60.0)
+            args.address, leave = member.address, member.leave
+        run_sim_worker(args.address, **args.options, leave=leave)
         return
     from tokenmill.api.front_server import run_front, serve_fronts
     from tokenmill.api.server import serve
@@ -259,7 +269,7 @@ def main() -> None:
 
     if args.role == "front":
         set_log_level("info")
-        run_front(args.join, lambda setup: load(setup, args.options["sees"]))
+        run_front(args.address, lambda setup: load(setup, args.options["sees"]))
         return
     config = ServerConfig(**args.options["config"])
     set_log_level(config.log_level)

@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import IO, Any
@@ -16,9 +16,12 @@ from urllib.parse import urlsplit
 
 from api.sim import MAX_MODEL_LEN, MODEL, NUM_BLOCKS, server_argv, worker_argv
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.keys.run_folder import find_own_server
 from tokenmill.core.vision_config import VisionConfig
 
 GENEROUS_S = 180.0
+KIND = "Content-Type: application/json\r\n"  # in the head of a POST
+OPERATORS = ("/workers", "/metrics", "/dashboard/data")
 Json = dict[str, Any]
 
 
@@ -65,14 +68,27 @@ class SimServer:
         body: Json | bytes | Iterator[bytes] | None = None,
         headers: dict[str, str] | None = None,
     ) -> Answer:
-        """One request on a connection of its own."""
+        """One request on a connection of its own; a body is JSON unless `headers` say.
+
+        What only the operator may do has the control token, unless `headers` have another key.
+        """
+        given = {} if body is None else {"content-type": "application/json"}
+        given |= headers or {}
+        others = {"authorization", "Authorization", "x-api-key"}
+        if path.startswith(OPERATORS) and not others & given.keys():
+            given["authorization"] = f"Bearer {self.token}"
         connection = http.client.HTTPConnection(*self.address, timeout=GENEROUS_S)
         with contextlib.closing(connection):
             data = json.dumps(body) if isinstance(body, dict) else body
-            connection.request(method, path, data, headers or {})
+            connection.request(method, path, data, given)
             answer = connection.getresponse()
             names = {k.lower(): v for k, v in answer.getheaders()}
             return Answer(answer.status, names, answer.read())
+
+    @property
+    def token(self) -> str:
+        """The control token that the server has made, as commands find it."""
+        return (find_own_server(self.url) or ("", ""))[1]
 
     def chat(self, content: str, **fields: Any) -> Answer:
         """A chat completion with one user message."""
@@ -96,7 +112,7 @@ class SimServer:
     def open_call(self, path: str, call: Json, headers: str = "") -> socket.socket:
         body = json.dumps(call).encode()
         connection = socket.create_connection(self.address, timeout=GENEROUS_S)
-        head = f"POST {path} HTTP/1.1\r\nHost: sim\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{KIND}Content-Length: {len(body)}\r\n"
         head += f"{headers}\r\n"
         connection.sendall(head.encode() + body)
         return connection
@@ -139,15 +155,14 @@ def sim_server(
     vision: VisionConfig | None = None,
     ends_well: bool = True,
 ) -> Iterator[SimServer]:
-    """A running server, which must end well if it `ends_well`. `log` gets its stderr.
+    """A running server, which must end well if it `ends_well`; with `vision` it takes images.
 
-    With `vision` it takes images. Its workers are plain processes, which start sooner than Ray's.
+    `log` gets its stderr.
     """
     config = config or ServerConfig(port=0)
     limits = limits or SchedulerConfig(max_model_len=MAX_MODEL_LEN)
     worker = worker_argv(limits, step_ms, num_blocks, fault_rate, sees=vision is not None)
-    pool = replace(pool or PoolConfig(), placement="process")
-    argv = server_argv(config, pool, router or RouterConfig(), worker, vision)
+    argv = server_argv(config, pool or PoolConfig(), router or RouterConfig(), worker, vision)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -142,6 +143,30 @@ def test_stream_events(server: SimServer) -> None:
     assert all("usage" not in c for c in without[:-1])
 
 
+def test_budgets_and_loops_end_and_are_counted(server: SimServer) -> None:
+    def counts() -> list[float]:
+        names = ("thinking_budgets_spent", "loops_ended")
+        return [server.metric(f"{name}_total") for name in names]
+
+    before, said = counts(), "say: <think>Hmm, well</think>Yes"
+    for n in (1, 2):
+        answer = server.chat(said, thinking_token_budget=2, n=n).json
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * n
+        for choice in answer["choices"]:
+            assert choice["message"]["content"].endswith("Yes")
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, usage = server.chat(said, reasoning={"max_tokens": 3}, **options).events[:-1]
+    assert usage["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    loop = {"max_pattern_size": 3, "min_count": 3}
+    for ask in (server.chat, server.complete):
+        (choice,) = ask("say: xyxyxyxyxyxyxy", repetition_detection=loop).json["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition_detected")
+    (raw,) = server.complete("say: xyz", thinking_token_budget=0).json["choices"]
+    assert raw["text"] == "xyz", "nothing is forced where nothing is opened"
+    after = counts()
+    assert [a - b for a, b in zip(after, before, strict=True)] == [4, 2]
+
+
 def test_usage_in_every_event(server: SimServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for ask in (server.chat, server.complete):
@@ -169,41 +194,94 @@ def test_deadlines(server: SimServer) -> None:
         assert slow.metric("num_requests_running") == 0
 
 
-def test_api_keys() -> None:
-    with sim_server(ServerConfig(port=0, api_keys=("one", "two"))) as guarded:
-        for path in ("/v1/models", f"/v1/models/{MODEL}"):
-            assert guarded.call("GET", path).status == 401
-        for headers in (
-            {},
-            {"Authorization": "Bearer three"},
-            {"Authorization": "one"},
-            {"Authorization": "Basic one"},
-            {"Authorization": "Bearer "},
-        ):
-            answer = guarded.call("POST", "/v1/completions", {"prompt": "hi"}, headers)
-            assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
-        for key in ("one", "two"):
-            headers = {"Authorization": f"Bearer {key}"}
-            assert guarded.call("POST", "/v1/completions", {"prompt": "hi"}, headers).status == 200
-        for path in ("/health", "/version", "/metrics", "/docs"):
-            assert guarded.call("GET", path).status == 200
-        document = guarded.call("GET", "/openapi.json").json
-        assert document["paths"]["/v1/completions"]["post"]["security"]
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[SimServer]:
+    """A server with two keys and little memory."""
+    config = ServerConfig(port=0, api_keys=("one", "two"), max_stored_responses=6)
+    with sim_server(config, num_blocks=160) as running:
+        yield running
 
 
-def test_calls_with_an_idempotency_key_are_guarded_and_counted_as_others_are() -> None:
+def test_no_key_pushes_out_or_sees_what_another_has_cached_and_stored(keyed: SimServer) -> None:
+    text = "the lazy dog jumps over the quick brown fox " * 24
+
+    def ask(key: str, prompt: str, **fields: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        return keyed.call("POST", "/v1/completions", {"prompt": prompt, **fields}, headers).json
+
+    def cached(answer: Any) -> int:
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def store(key: str, said: str) -> str:
+        head, call = {"authorization": f"Bearer {key}"}, {"input": f"say: {said}", "model": MODEL}
+        return str(keyed.call("POST", "/v1/responses", call, head).json["id"])
+
+    first = ask("two", text)
+    assert cached(first) == 0 and cached(ask("two", text)) > 200
+    assert cached(ask("one", text)) == 0, "another key's prompts tell it nothing"
+    assert cached(ask("two", text, cache_salt="own")) == 0
+    kept = [store("two", "kept") for _ in range(2)]
+    calls = ThreadPoolExecutor(4)
+    noise = calls.map(lambda i: ask("one", f"{i} {text}", n=1 + i % 2), range(40))
+    assert all(len(answer["choices"]) for answer in noise)
+    list(calls.map(lambda i: store("one", str(i)), range(12)))
+    again = ask("two", text)
+    assert cached(again) > 200 and again["choices"] == first["choices"]
+    for response_id in kept:
+        path = f"/v1/responses/{response_id}"
+        for method in ("GET", "DELETE"):
+            foreign = keyed.call(method, path, headers={"authorization": "Bearer one"})
+            assert foreign.status == 404 and foreign.error["code"] == "response_not_found"
+        assert keyed.call("GET", path, headers={"authorization": "Bearer two"}).status == 200
+    assert keyed.metric("worker_restarts_total") == 0
+
+
+def test_api_keys(keyed: SimServer) -> None:
+    for path in ("/v1/models", f"/v1/models/{MODEL}"):
+        assert keyed.call("GET", path).status == 401
+    for headers in (
+        {},
+        {"Authorization": "Bearer three"},
+        {"Authorization": "one"},
+        {"Authorization": "Basic one"},
+        {"Authorization": "Bearer "},
+    ):
+        answer = keyed.call("POST", "/v1/completions", {"prompt": "hi"}, headers)
+        assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
+    for key in ("one", "two"):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert keyed.call("POST", "/v1/completions", {"prompt": "hi"}, headers).status == 200
+    for path in ("/health", "/version", "/docs"):
+        assert keyed.call("GET", path).status == 200
+    document = keyed.call("GET", "/openapi.json").json
+    assert document["paths"]["/v1/completions"]["post"]["security"]
+    figures = ("/metrics", "/workers", "/workers/receipts", "/dashboard/data")
+    token = {"Authorization": f"Bearer {keyed.token}"}
+    assert {keyed.call("GET", path, headers=token).status for path in figures} == {200}
+    for path in figures:  # of all keys
+        refused = keyed.call("GET", path, headers=headers)
+        assert refused.status == 403 and refused.error["code"] == "not_operator"
+        assert keyed.call("GET", path, headers={"x-api-key": "three"}).status == 401
+    headers["content-type"] = "application/json"
+    assert keyed.call("POST", "/workers/scale", {"workers": 2}, headers).status == 401
+    assert keyed.call("POST", "/v1/completions", {"prompt": "hi"}, token).status == 200
+
+
+def test_no_answer_is_kept_for_an_idempotency_key_and_refusals_are_counted() -> None:
     path, large = "/v1/completions", b"x" * 2000
     with sim_server(ServerConfig(port=0, api_keys=("one",), max_body_bytes=1000)) as guarded:
 
-        def ask(key: str, body: dict[str, str] | bytes) -> Answer:
+        def ask(key: str, body: dict[str, Any] | bytes) -> Answer:
             headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": "k"}
             return guarded.call("POST", path, body, headers)
 
         stranger = ask("two", large)  # refused before its body is read
         assert stranger.status == 401 and stranger.error["code"] == "invalid_api_key"
         assert ask("one", large).status == 413
-        answers = [ask("one", {"prompt": "hi"}) for _ in range(2)]
-        assert [a.headers.get("idempotent-replayed") for a in answers] == [None, "true"]
+        answers = [ask("one", {"prompt": "hi", "max_tokens": n}).json for n in (3, 4)]
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [3, 4]
+        only = {"Authorization": "Bearer one"}  # whose figures are all figures
+        assert guarded.call("GET", "/metrics", headers=only).status == 200
         counts = {
             status: guarded.metric(
                 "requests_total", f'endpoint="{path}",model_name="{MODEL}",status="{status}"'

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 
 from api.sim import DEFAULT_TEXT, MAX_MODEL_LEN, MODEL
-from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
+from api.sim_server import GENEROUS_S, KIND, SimServer, sim_server, wait_until
+from tokenmill.api.errors import of_output
+from tokenmill.api.keys import Keys
 from tokenmill.api.server import bind, listening, serve
 from tokenmill.core.config import PoolConfig, SchedulerConfig, ServerConfig
-from tokenmill.core.types import TokenmillError
+from tokenmill.core.types import End, FinishReason, TokenmillError
 
 USER = [{"role": "user", "content": "count: 400"}]
 
@@ -77,8 +79,8 @@ def test_a_slow_reader_gets_merged_events() -> None:
             "top_logprobs": 20,
         }
         body = json.dumps(call).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: sim\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        connection.sendall(f"{head}{KIND}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(lambda: server.metric("num_requests_running") == 1, "it runs")
         wait_until(lambda: idle(server), "the engine is done with it")
         assert server.chat("say: ok").status == 200
@@ -105,8 +107,8 @@ def test_a_thousand_requests_against_a_queue_of_64() -> None:
     async def one(address: tuple[str, int], number: int) -> tuple[int, dict[str, Any], bytes]:
         body = json.dumps(call | {"stream": number % 2 == 0}).encode()
         reader, writer = await asyncio.open_connection(*address)
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: sim\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        writer.write(f"{head}{KIND}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         raw = await reader.read()
         writer.close()
         header, _, answer = raw.partition(b"\r\n\r\n")
@@ -219,12 +221,13 @@ def test_a_request_that_ends_every_worker_does_not_end_the_server() -> None:
 def test_connections_are_kept_alive() -> None:
     with sim_server() as server:
         connection = http.client.HTTPConnection(*server.address, timeout=GENEROUS_S)
+        kind = {"content-type": "application/json"}
         for stream in (True, False, True):
             call = {"prompt": "say: again", "stream": stream}
-            connection.request("POST", "/v1/completions", json.dumps(call))
+            connection.request("POST", "/v1/completions", json.dumps(call), kind)
             response = connection.getresponse()
             assert response.status == 200 and b'"finish_reason":"stop"' in response.read()
-            connection.request("POST", "/v1/completions", "{")
+            connection.request("POST", "/v1/completions", "{", kind)
             response = connection.getresponse()
             assert response.status == 400 and response.read()
         connection.close()
@@ -234,7 +237,7 @@ START = """
 import sys
 from api.sim import MODEL, make_tokenizer
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.types import TokenmillError
+from tokenmill.core.types import End, FinishReason, TokenmillError
 from tokenmill.api.server import serve
 try:
     argv = [sys.executable, "-c", "raise SystemExit(3)"]
@@ -269,7 +272,7 @@ def test_a_port_in_use_is_told() -> None:
 
 def test_a_port_taken_while_the_model_loaded_is_told() -> None:
     async def listen(listener: socket.socket) -> None:
-        async with listening(None, listener, ServerConfig()):
+        async with listening(None, listener, Keys.of(ServerConfig(), "t", b"s")):
             raise AssertionError("both listen")
 
     with bind("127.0.0.1", 0) as late, bind("127.0.0.1", late.getsockname()[1]) as other:
@@ -277,3 +280,19 @@ def test_a_port_taken_while_the_model_loaded_is_told() -> None:
         port = late.getsockname()[1]
         with pytest.raises(TokenmillError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
             asyncio.run(listen(late))
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "status"),
+    [
+        (FinishReason.REJECT, "invalid_grammar", 400),
+        (FinishReason.REJECT, "grammar_busy", 503),
+        (FinishReason.ERROR, "grammar", 400),
+        (FinishReason.ERROR, None, 500),
+    ],
+)
+def test_whose_fault_a_grammar_is(
+    reason: FinishReason, stop_reason: str | None, status: int
+) -> None:
+    error = of_output(End(reason, stop_reason, "why").output("r"))
+    assert error is not None and (error.status, str(error)) == (status, "why")

@@ -40,14 +40,20 @@ def server() -> Iterator[SimServer]:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_every_operation(server: SimServer, method: str, path: str, mode: GenerationMode) -> None:
+def test_every_operation(
+    server: SimServer,
+    method: str,
+    path: str,
+    mode: GenerationMode,
+    pytestconfig: pytest.Config,
+) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operation = schema[path][method.upper()]
     if mode is GenerationMode.NEGATIVE and not operation.body:
         return
 
     @settings(
-        max_examples=20 if operation.body else 5,
+        max_examples=pytestconfig.getoption("schema_cases") if operation.body else 5,
         deadline=None,
         derandomize=True,
         database=None,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -27,9 +27,11 @@ from tokenmill.api import (
     responses_routes,
     server,
 )
+from tokenmill.api.access import Calls
 from tokenmill.api.bodies import body_processes, body_reader
 from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES
 from tokenmill.api.bodies.body_reader import BodyReader, Reader
+from tokenmill.api.bodies.fair_share import FairShare
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.server import ServerError
@@ -42,6 +44,7 @@ from tokenmill.workers.messages import ModelFacts
 
 LONG = "Hello there, how are you? " * (LONG_BODY_BYTES // 20)
 TURNS = [{"role": "user", "content": LONG}]
+PLACE = Calls(ServerConfig()).enter("a")
 FACTS = ModelFacts(200_000, 402, 1, 16, "none")
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 READERS: dict[str, tuple[Reader[Any], dict[str, Any]]] = {
@@ -93,7 +96,7 @@ def request(body: bytes, gone: asyncio.Event) -> Request:
 
 def read(bodies: BodyReader, reader: Reader[Any], body: bytes, **more: Any) -> Any:
     async def main() -> Any:
-        return await bodies.read(request(body, asyncio.Event()), reader, **more)
+        return await bodies.read(request(body, asyncio.Event()), PLACE, reader, **more)
 
     return asyncio.run(main())
 
@@ -151,11 +154,13 @@ def test_a_call_that_refers_to_stored_items_is_read_here(bodies: BodyReader) -> 
 
 
 def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
-    bodies.processes._places = asyncio.Semaphore(2)
+    bodies.processes._places = FairShare(5)
 
     async def main() -> list[Any]:
         readers = end_process, take_a_while
-        calls = [bodies.read(request(LONG.encode(), asyncio.Event()), each) for each in readers]
+        calls = [
+            bodies.read(request(LONG.encode(), asyncio.Event()), PLACE, each) for each in readers
+        ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     error, other = asyncio.run(main())
@@ -174,7 +179,7 @@ def test_a_process_that_dies_while_it_is_idle_ends_no_call(bodies: BodyReader) -
 def test_a_body_is_given_up_after_a_while_or_when_its_client_goes(
     bodies: BodyReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bodies.processes._places = asyncio.Semaphore(1)
+    bodies.processes._places = FairShare(3)
     with monkeypatch.context() as patch:
         patch.setattr(body_processes, "READ_S", 0.01)
         with pytest.raises(ApiError, match=r"within 0\.01 s"):
@@ -182,7 +187,7 @@ def test_a_body_is_given_up_after_a_while_or_when_its_client_goes(
 
     async def leave() -> None:
         gone = asyncio.Event()
-        call = asyncio.create_task(bodies.read(request(LONG.encode(), gone), hang))
+        call = asyncio.create_task(bodies.read(request(LONG.encode(), gone), PLACE, hang))
         while not bodies.processes._busy:
             await asyncio.sleep(0)
         gone.set()
@@ -229,11 +234,11 @@ def test_processes_end_with_a_server_that_cannot_listen(
         raise OSError("taken")
 
     listener: Any = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1), listen=listen)
-    bodies, nothing = make_bodies(folder), cast(Any, SimpleNamespace(metrics=None))
-    app: Any = SimpleNamespace(state=SimpleNamespace(api=nothing, bodies=bodies))
-    work = server.answer_calls(
-        nothing, app, listener, ServerConfig(), nothing, nothing, lambda url: None
-    )
+    nothing: Any = SimpleNamespace(tls=None, config=ServerConfig())
+    api = SimpleNamespace(metrics=None, keys=nothing, config=nothing.config)
+    bodies = make_bodies(folder)
+    app: Any = SimpleNamespace(state=SimpleNamespace(api=api, bodies=bodies))
+    work = server.answer_calls(nothing, app, listener, nothing, nothing, lambda url: None)
     with pytest.raises(ServerError, match="taken"):
         asyncio.run(work)
     assert bodies.processes.is_closed

@@ -114,7 +114,7 @@ def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     facts = ModelFacts(4096, tokenizer.vocab_size, 1, 16, "none")
     preparer = Preparer(tokenizer, lambda: facts, ServerConfig())
     message = {"role": "user", "content": "hi", "id": "m", "opts": 1}
-    body = {"messages": [message], "store": True, "user": None, "reasoning_effort": "low"}
+    body = {"messages": [message], "store": True, "user": None, "verbosity": "low"}
     refused = json.dumps({"messages": [{**message, "content": 3, "fault": 1}]}).encode()
     with caplog.at_level("INFO"):
         with pytest.raises(ApiError):
@@ -123,7 +123,7 @@ def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
             call = decode_call(json.dumps(body).encode(), ChatCompletionRequest, preparer.ignored)
             asyncio.run(preparer.chat(call))
     told = " ".join(record.getMessage() for record in caplog.records)
-    for name in ("messages[].opts", "messages[].id", "store", "reasoning_effort"):
+    for name in ("messages[].opts", "messages[].id", "store", "verbosity"):
         assert told.count(name) == 1
     assert "user" not in told
     assert "fault" not in told, "the call was refused"

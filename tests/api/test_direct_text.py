@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from api.sim import MODEL
-from api.sim_server import GENEROUS_S, SimServer, sim_server
+from api.sim_server import GENEROUS_S, KIND, SimServer, sim_server
 from tokenmill.core.config import ServerConfig
 
 TEXT = 'say: naïve café 数字 😀 👍, "quoted" \\ and so on to the end'
@@ -31,8 +31,8 @@ def streamed(server: SimServer, path: str, call: dict[str, Any], version: str) -
     """The choices of all events; HTTP/1.0 has no chunks, so there all of them pass ASGI."""
     body = json.dumps({"model": MODEL, "stream": True, "temperature": 0, "max_tokens": 60} | call)
     with socket.create_connection(server.address, timeout=GENEROUS_S) as connection:
-        head = f"POST {path} HTTP/{version}\r\nHost: a\r\nConnection: close\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"{KIND}Content-Length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
         data = b"".join(iter(lambda: connection.recv(65536), b""))
     head_bytes, _, rest = data.partition(b"\r\n\r\n")

@@ -24,7 +24,7 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 
 from api.sim import MODEL, make_loader, make_tokenizer
-from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
+from api.sim_server import GENEROUS_S, KIND, SimServer, sim_server, wait_until
 from tokenmill.__main__ import run
 from tokenmill.api.protocol.images import pixel_limits
 from tokenmill.bench.client.synthetic_images import synthetic_image
@@ -34,7 +34,7 @@ from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision import processor
-from vision.pictures import data_url, empty_png, file_of, mutated, photo, seeds
+from vision.pictures import data_url, empty_png, file_of, gif, mutated, photo, seeds
 
 PNG = file_of(photo(128, 96), "PNG")  # 4 x 3 tokens
 URL = data_url(PNG)
@@ -287,7 +287,7 @@ def test_a_model_in_this_process_says_that_images_need_pillow(
     loader = make_loader(VisionConfig(), make_tokenizer(sees=True))
     loader.close()
     monkeypatch.setattr(processor, "find_spec", lambda name: None)
-    with pytest.raises(TokenmillError, match=r"need Pillow; type: pip install 'tokenmill\[vision"):
+    with pytest.raises(TokenmillError, match=r"need Pillow: pip install 'pillow"):
         ImagePrompts(loader.processor, 1024).check([str(folder / "a.png")])
 
 
@@ -303,7 +303,7 @@ def test_a_benchmark_with_images(
     assert "image tokens" in out
     lines = [{"prompt": "count: 2", "images": ["a.png"]}, {"messages": [user(image())]}]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--json-only"]
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--json"]
     assert run(["bench", "endpoint", *flags, *prompts]) == 0
     point = json.loads(capsys.readouterr().out.splitlines()[-1])["points"][0]
     assert point["num_image_tokens"] == 4 * NUM_TOKENS
@@ -334,6 +334,7 @@ WRONG = [
         "it has 30000 x 30000 pixels, and 64000000 are allowed; send a smaller one, or start the "
         "server with a larger --max-image-area",
     ),
+    (image(data_url(gif(65_535, 65_535))), "it has 65535 x 65535 pixels, and 64000000 are allowed"),
     (image(data_url(file_of(Image.new("RGB", (900, 4)), "PNG"))), "200 times"),
     (image(data_url(file_of(Image.new("I;16", (40, 40)), "PNG"))), "8 bits a channel"),
     (image("https://example.com/a.png"), "--image-host example.com"),
@@ -451,13 +452,14 @@ def test_too_many_images_and_too_long_prompts(server: SimServer, openai: OpenAI)
     with pytest.raises(BadRequestError, match="5 images; 4 are allowed"):
         ask(openai, *[image()] * 5)
     large = data_url(file_of(photo(512, 512), "PNG"))
-    with pytest.raises(BadRequestError, match="context is 1024 tokens"):
+    with pytest.raises(BadRequestError, match="context length is 1024 tokens"):
         ask(openai, *[image(large)] * 4)
 
 
 def test_a_body_of_200_mb_is_refused_by_its_size(server: SimServer) -> None:
     """The answer comes though most of the body does not."""
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {200 * 2**20}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{KIND}"
+    head += f"Content-Length: {200 * 2**20}\r\n\r\n"
     with socket.create_connection(server.address, timeout=GENEROUS_S) as connection:
         connection.sendall(head.encode() + bytes(2**16))
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")

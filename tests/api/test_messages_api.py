@@ -178,6 +178,9 @@ def test_thinking(client: Anthropic) -> None:
     hidden = ask(client, said, thinking={"type": "adaptive", "display": "omitted"})
     assert [block.type for block in hidden.content] == ["thinking", "text"]
     assert hidden.content[0].thinking == "" and hidden.content[1].text == "Yes"
+    limited = ask(client, said, thinking={"type": "enabled", "budget_tokens": 1})
+    assert (limited.content[0].thinking, limited.content[1].text[-3:]) == ("H", "Yes")
+    assert limited.usage.output_tokens_details.thinking_tokens == 1
     off = ask(client, "say: Yes", thinking={"type": "disabled"})
     assert [block.type for block in off.content] == ["text"]
 
@@ -318,6 +321,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"system": 3}, "system: 3"),
     ({"stop": "x"}, "stop: unknown or unsupported field; send stop_sequences"),
     ({"stop_sequences": "x"}, "stop_sequences: 'x'"),
+    ({"stop_sequences": ["x" * 1025]}, "stop_sequences[0] has 1025 bytes, at most 1024 fit"),
     ({"temperature": 3}, "temperature: 3 is not valid; send a number from 0 to 2"),
     ({"top_p": 0}, "top_p: 0"),
     ({"top_k": "x"}, "top_k: 'x'"),
@@ -364,7 +368,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         blocks({"type": "tool_use", "id": "t", "name": "f", "input": {}}),
         "messages[0].content[0].type: 'tool_use'",
     ),
-    ({"messages": [user("x" * 5000)]}, "context is 1024 tokens"),
+    ({"messages": [user("x" * 5000)]}, "context length is 1024 tokens"),
     ({"metadata": "u"}, "metadata: 'u'"),
 ]
 

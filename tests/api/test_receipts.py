@@ -175,6 +175,6 @@ def test_the_command_shows_keys_idle_time_and_requests(server: SimServer) -> Non
     view = json.loads(lines[-1])
     assert view["price_per_gpu_hour"] == PRICE and len(view["requests"]) == 2
     assert {"idle", "all"} <= {line.split()[0] for line in lines if line}
-    dearer = CliRunner().invoke(app, [*flags, "--price-per-gpu-hour", "7.2", "--json-only"])
+    dearer = CliRunner().invoke(app, [*flags, "--price-per-gpu-hour", "7.2", "--json"])
     again = json.loads(dearer.stdout)
     assert again["usd"] == pytest.approx(again["gpu_seconds"] * 0.002)

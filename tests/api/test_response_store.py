@@ -40,7 +40,6 @@ from tokenmill.api.responses.response_object import (
     ResponseUsage,
 )
 from tokenmill.api.responses.response_request import (
-    AllowedFunction,
     AllowedFunctions,
     FunctionTool,
     JsonObject,
@@ -51,6 +50,7 @@ from tokenmill.api.responses.response_request import (
     TextConfig,
 )
 from tokenmill.api.responses.response_store import ResponseStore, page_of
+from tokenmill.api.responses.response_tools import AllowedFunction
 from tokenmill.core.config import ServerConfig
 from tokenmill.workers.fronts.stored_responses import StoredResponses
 
@@ -82,40 +82,60 @@ async def _fill_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServerConfig(max_stored_responses=2, stored_response_age_s=10.0)
     store, keeper = new_store(config)
     for name in ("a", "b"):
-        store.put(*new_entry(name), key=0)
-    await store.get("a", 0)
-    store.put(*new_entry("c"), key=0)
+        store.put(*new_entry(name), "a")
+    await store.get("a", "a")
+    store.put(*new_entry("c"), "a")
     with pytest.raises(ApiError, match="no response 'b'"):
-        await store.get("b", 0)
-    assert [(await store.get(name, 0)).response.id for name in ("a", "c")] == ["a", "c"]
-    (item,) = await store.resolve([ItemReference(id="msg_a")], 0)
+        await store.get("b", "a")
+    assert [(await store.get(name, "a")).response.id for name in ("a", "c")] == ["a", "c"]
+    (item,) = await store.resolve([ItemReference(id="msg_a")], "a")
     assert item.id == "msg_a"
     for items in ([ItemReference(id="msg_b")], [ItemReference(id="msg_a")]):
         with pytest.raises(ApiError, match="no item"):
-            await store.resolve(items, 1)
+            await store.resolve(items, "b")
     later, _ = new_entry("d")
-    store.put(later, (await store.get("a", 0)).conversation, key=0)
+    store.put(later, (await store.get("a", "a")).conversation, "a")
     with pytest.raises(ApiError, match="no response 'a'"):
-        await store.delete("a", 1)
-    await store.delete("a", 0)
-    (again,) = await store.resolve([ItemReference(id="msg_a")], 0)
+        await store.delete("a", "b")
+    await store.delete("a", "a")
+    (again,) = await store.resolve([ItemReference(id="msg_a")], "a")
     assert again == replaced(item, status="completed"), "a later turn has it, too"
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 11)
     with pytest.raises(ApiError, match=r"for 10 s\); send the conversation"):
-        await store.get("a", 0)
+        await store.get("a", "a")
     assert keeper.size() == (0, 0) and not keeper._items
 
     small, kept = new_store(replace(config, max_stored_response_bytes=3000))
-    small.put(*new_entry("a"), key=0)
-    small.put(*new_entry("b", "x" * 900), key=0)
+    small.put(*new_entry("a"), "a")
+    small.put(*new_entry("b", "x" * 900), "a")
     assert kept.size()[0] == 1, "the first one went"
-    small.put(*new_entry("c", "x" * 9000), key=0)
-    assert (await small.get("b", 0)).response.id == "b" and kept.size()[0] == 1, "too large to keep"
+    small.put(*new_entry("c", "x" * 9000), "a")
+    assert (await small.get("b", "a")).response.id == "b", "c is too large to keep"
+    assert kept.size()[0] == 1
     none, kept = new_store(ServerConfig(max_stored_responses=0))
-    none.put(*new_entry("a"), key=0)
-    kept.put("b", 0, ["i"], b"x")
+    none.put(*new_entry("a"), "a")
+    kept.put("b", "a", ["i"], b"x")
     assert kept.size() == (0, 0)
+
+
+def test_no_account_pushes_out_what_others_have_stored() -> None:
+    async def main() -> None:
+        store = StoredResponses(ServerConfig(max_stored_responses=6, max_stored_response_bytes=500))
+        for name in ("a1", "a2", "b1"):
+            store.put(name, name[0], [f"i-{name}"], b"x" * 100)
+        for number in range(20):  # many small ones, and then large ones
+            store.put(f"n{number}", "noisy", [f"i-{number}"], b"x")
+        for number in range(20, 40):
+            store.put(f"n{number}", "noisy", [], b"x" * 99)
+        for name in ("a1", "a2", "b1"):
+            assert await store.get(name, name[0]) == b"x" * 100
+            assert await store.find_item(f"i-{name}", name[0]) is not None
+        assert await store.get("n39", "noisy") and await store.get("n37", "noisy") is None
+        assert not await store.delete("a1", "noisy") and await store.delete("a1", "a")
+        assert store.size()[1] <= 500
+
+    asyncio.run(main())
 
 
 def test_what_is_stored_comes_back_as_it_was() -> None:
@@ -190,16 +210,16 @@ def test_what_is_stored_comes_back_as_it_was() -> None:
                 tool_choice=choice,
                 tools=tools,
             )
-            store.put(response, context, key=0)
-            found = await store.get(str(number), 0)
+            store.put(response, context, "a")
+            found = await store.get(str(number), "a")
             assert found.response == response
             assert json_encode(found.response) == json_encode(response)
         ids = [item.id for item in found.context]
         assert len(set(ids)) == len(ids) and None not in ids
         for item, given in zip(found.context, context, strict=True):
             assert item == as_stored(replaced(given, id=item.id))
-            assert await store.resolve([ItemReference(id=str(item.id))], 0)
-        again = await store.resolve([ItemReference(id=str(i)) for i in ids], 0)
+            assert await store.resolve([ItemReference(id=str(item.id))], "a")
+        again = await store.resolve([ItemReference(id=str(i)) for i in ids], "a")
         assert len(again) == len(ids)
 
     asyncio.run(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import msgspec
@@ -18,8 +18,14 @@ from tokenmill.settings import SAMPLING
 from tokenmill.workers.link import ModelFacts
 
 # Those that a call has in another form; prepare.py makes them.
-MADE = {"n", "max_tokens", "logit_bias", "logprobs", "prompt_logprobs", "structured"}
-OTHER: dict[str, Any] = {"seed": 7, "stop": ["x"], "stop_token_ids": [1]}
+MADE = {"n", "max_tokens", "logit_bias", "logprobs", "prompt_logprobs", "structured", "reasoning"}
+REPETITION = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2}
+OTHER: dict[str, Any] = {
+    "seed": 7,
+    "stop": ["x"],
+    "stop_token_ids": [1],
+    "repetition_detection": REPETITION,
+}
 
 
 def another(name: str) -> Any:
@@ -48,6 +54,7 @@ def test_a_call_sets_it(name: str) -> None:
     facts = ModelFacts(64, tokenizer.vocab_size, 8, 16, "none")
     job = asyncio.run(Preparer(tokenizer, lambda: facts, ServerConfig()).completion(call))
     found = getattr(job.requests[0].sampling, name)
+    found = asdict(found) if is_dataclass(found) else found
     assert found == (tuple(value) if isinstance(value, list) else value)
     again = msgspec.msgpack.decode(
         msgspec.msgpack.encode(job.requests[0].sampling), type=SamplingParams

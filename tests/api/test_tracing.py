@@ -19,6 +19,7 @@ from api.sim import make_tokenizer
 from api.streams import Spawner
 from tiny_configs import write_config
 from tokenmill.__main__ import run
+from tokenmill.api.keys import Keys
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.telemetry.tracing import NO_TRACING, OtelTracing, open_tracing
 from tokenmill.core.config import PoolConfig, ServerConfig
@@ -42,7 +43,9 @@ class Traced:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         config = ServerConfig()
-        self._app = create_app(pool, make_tokenizer(), config, "tiny", OtelTracing(provider))
+        self._app = create_app(
+            pool, make_tokenizer(), Keys.of(config, "t", b"s"), "tiny", OtelTracing(provider)
+        )
 
     def run(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._exporter.clear()
@@ -186,7 +189,7 @@ def test_nothing_is_imported_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--otlp-endpoint", "http://127.0.0.1:1"), "pip install 'tokenmill[otel]'"),
+        (("--otlp-endpoint", "http://127.0.0.1:1"), "pip install 'opentelemetry-"),
         (("--otlp-endpoint", "localhost:4318"), "--otlp-endpoint must be http://HOST:PORT"),
     ],
 )

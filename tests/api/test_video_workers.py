@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from api.video_app import WAIT_S, VideoApp, in_loop, video_app
+from api.video_app import TOKEN, WAIT_S, VideoApp, in_loop, video_app
 from tokenmill.__main__ import run
 from tokenmill.core.config import PoolConfig
 from tokenmill.workers.jobs.job_pool import JobPool
@@ -96,12 +96,12 @@ async def test_workers_are_seen_and_scaled_and_the_queue_goes_to_the_new_one(
         view = (await app.call("GET", "/workers")).json
         assert (view["task"], view["num_open"], view["num_held"]) == ("video", 3, 2)
         assert [worker["num_open"] for worker in view["workers"]] == [1]
-        wrong = await app.call("POST", "/workers/scale", {})
+        wrong = await app.call("POST", "/workers/scale", {}, TOKEN)
         assert (wrong.status, wrong.error["code"]) == (400, "missing_field")
         assert '{"workers": 2}' in wrong.error["message"]
-        wrong = await app.call("POST", "/workers/scale", {"decode": 1})
+        wrong = await app.call("POST", "/workers/scale", {"decode": 1}, TOKEN)
         assert (wrong.status, wrong.error["param"]) == (400, "decode")
-        view = (await app.call("POST", "/workers/scale", {"workers": 2})).json
+        view = (await app.call("POST", "/workers/scale", {"workers": 2}, TOKEN)).json
         assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
         assert await worker_of(app, names[0]) != await worker_of(app, names[1])
         console = ["status", "--url", app.url]

@@ -18,6 +18,7 @@ from tokenmill.core.config import PoolConfig, SchedulerConfig, ServerConfig
 
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 JSON = {"content-type": "application/json"}
+NOBODY = {"authorization": ""}
 LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN)
 TWO = PoolConfig(workers=2, backoff_s=0.05)
 
@@ -68,23 +69,6 @@ def test_commands_change_the_pool_under_load(
     assert "there is no 'w0'" in capsys.readouterr().err
 
 
-def test_the_old_name_of_the_routes_answers_and_says_that_it_goes(server: SimServer) -> None:
-    calls: list[tuple[str, str, dict[str, Any] | None]] = [
-        ("GET", "", None),
-        ("POST", "/router", {}),
-        ("POST", "/scale", {"workers": len(server.call("GET", "/workers").json["workers"])}),
-    ]
-    for method, path, body in calls:
-        old = server.call(method, f"/floor{path}", body, JSON)
-        new = server.call(method, f"/workers{path}", body, JSON)
-        assert old.status == new.status == 200 and old.json.keys() == new.json.keys()
-        assert [w["name"] for w in old.json["workers"]] == [w["name"] for w in new.json["workers"]]
-        assert old.headers["deprecation"] == "true" and "deprecation" not in new.headers
-        assert old.headers["link"] == f'</workers{path}>; rel="successor-version"'
-    refused = server.call("POST", "/floor/drain", {"worker": "nobody"}, JSON)
-    assert refused.status == 400 and "'nobody'" in refused.error["message"]
-
-
 def test_what_the_front_makes_of_tokens_survives_a_worker(server: SimServer) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
@@ -115,10 +99,16 @@ def test_what_the_front_makes_of_tokens_survives_a_worker(server: SimServer) -> 
 
 
 def test_strangers_may_not_look_or_change(server: SimServer) -> None:
-    proxied = server.call("GET", "/workers", headers={"x-forwarded-for": "192.0.2.1"})
+    for method, path in (("POST", "/workers/fronts"), ("GET", "/floor")):  # gone
+        assert server.call(method, path, {"version": "0.1.0"}, JSON).status == 404
+    proxied = server.call("GET", "/workers", headers={**NOBODY, "x-forwarded-for": "192.0.2.1"})
     assert proxied.status == 403 and proxied.error["code"] == "not_local"
-    form = server.call("POST", "/workers/scale", {"workers": 1})
+    form = server.call("POST", "/workers/scale", b"workers=1", {"content-type": "text/plain"})
     assert form.status == 415
+    for path, body in (("scale", {"workers": 9}), ("drain", {"worker": "w0"}), ("router", {})):
+        for headers in (NOBODY, {"authorization": "Bearer guess"}):  # though it is on this machine
+            refused = server.call("POST", f"/workers/{path}", body, {**JSON, **headers})
+            assert refused.status == 401 and refused.error["code"] == "invalid_token"
     wrong = server.call("POST", "/workers/scale", {"workers": 0}, JSON)
     assert wrong.status == 400 and wrong.error["param"] == "workers"
     for body, param in (({"decode": 1}, "decode"), ({}, "workers")):
@@ -148,20 +138,16 @@ def test_strangers_may_not_look_or_change(server: SimServer) -> None:
 def test_pages_in_a_browser_here_may_not_either(
     server: SimServer, headers: dict[str, str], code: str | None
 ) -> None:
-    calls = [
-        server.call("GET", "/workers", headers=headers),
-        server.call("POST", "/workers/router", {}, {**JSON, **headers}),
-    ]
-    for call in calls:
-        assert call.status == (200 if code is None else 403)
-        assert code is None or call.error["code"] == code
+    call = server.call("GET", "/workers", headers={**NOBODY, **headers})
+    assert call.status == (200 if code is None else 403)
+    assert code is None or call.error["code"] == code
 
 
 def test_a_token_opens_the_pool_to_others_and_overload_is_told() -> None:
     config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=4, max_pending=2)
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
     with sim_server(config, limits, step_ms=20.0) as server:
-        assert server.call("GET", "/workers").status == 401
+        assert server.call("GET", "/workers", headers=NOBODY).status == 401
         token = {"authorization": "Bearer secret", "x-forwarded-for": "192.0.2.1"}
         token |= {"host": "mill.example", "origin": "https://mill.example"}
         assert server.call("GET", "/workers", headers=token).status == 200

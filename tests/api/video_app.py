@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
 
 from api.sim_server import Answer, SimServer
+from tokenmill.api.keys import Keys
 from tokenmill.api.middleware import Front
 from tokenmill.api.server import bind, listening, url_of
 from tokenmill.api.videos.video_record import VideoRecord
@@ -20,12 +22,14 @@ from tokenmill.api.videos.video_server import create_app, resume, running, video
 from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.jobs.job_engine import JobOutput
+from tokenmill.core.keys.run_folder import key_salt
 from tokenmill.core.specs.wan import TINY
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoServerConfig
 from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult
 
 MODEL = "wan-tiny"
+TOKEN = "control"  # the control token
 WAIT_S = 120.0  # at most, for what takes milliseconds on an idle machine
 SMALL = {"prompt": "a red fox", "size": "32x16", "num_frames": 5, "num_inference_steps": 4}
 _decode = msgspec.msgpack.Decoder(Request).decode
@@ -100,9 +104,9 @@ class FakePool:
 class VideoApp:
     """The server, as a client on a connection of its own sees it."""
 
-    def __init__(self, url: str, pool: Any, state: VideoState) -> None:
+    def __init__(self, url: str, pool: Any, state: VideoState, app: FastAPI) -> None:
         self._server = SimServer(None, url)  # type: ignore[arg-type]
-        self.url, self.pool, self.state = url, pool, state
+        self.url, self.pool, self.state, self.app = url, pool, state, app
 
     async def call(self, method: str, path: str, body: Any = None, key: str = "") -> Answer:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -151,11 +155,12 @@ async def video_app(
         contextlib.closing(bind(config.host, config.port)) as listener,
         contextlib.closing(VideoStore(folder, given.video_storage_bytes)) as store,
     ):
-        state = video_state(pool, store, config, given, MODEL, facts)
+        keys = Keys.of(config, TOKEN, key_salt(folder))
+        state = video_state(pool, store, keys, given, MODEL, facts)
         app = create_app(pool, state, facts)
         await resume(state.jobs, MODEL)
         async with (
-            listening(Front(app, config, state.metrics), listener, config),
+            listening(Front(app, keys, state.metrics), listener, keys),
             running(state.jobs),
         ):
-            yield VideoApp(url_of(listener), pool, state)
+            yield VideoApp(url_of(listener, keys), pool, state, app)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from typing import Any
+
+import msgspec
 
 from tokenmill.bench.client.arrivals import Load
 from tokenmill.bench.client.records import Record
 from tokenmill.bench.client.summary import Price, summarize_point
+from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.results.reports import Facts
 from tokenmill.core.metrics import RequestTimes, Slo
 
@@ -24,6 +29,13 @@ FACTS: Facts = {
     "hardware": {"cpu": "A CPU", "num_cores": 2, "memory_bytes": 8 * 2**30, "gpus": []},
     "configuration": {"num-requests": 40, "concurrency": [1, 4], "ignore-eos": True},
 }
+
+
+def page_data(text: str) -> Any:
+    """What the script of a page draws."""
+    found = re.search('<template id="page">(.*)</template>', text)
+    assert found is not None
+    return json.loads(found[1])
 
 
 def records(point: int, concurrency: int, count: int, *, fails: bool = False) -> list[Record]:
@@ -109,11 +121,14 @@ def mlperf_times(count: int = 80) -> list[RequestTimes]:
     return found
 
 
-def mlperf_run(*, valid: bool = True, quick: bool = True) -> dict[str, Any]:
+def mlperf_run(*, valid: bool = True, quick: bool = True) -> MlperfReport:
     """A report as `bench mlperf` makes it."""
     notice = "This is a quick run and not a valid submission: query count is below the minimum."
-    return {
+    report = {
         "benchmark": "mlperf",
+        "round": "v6.0",
+        "num_samples": 80,
+        "synthetic": True,
         "mlperf_benchmark": "llama3.1-8b",
         "scenario": "Interactive",
         "test_mode": "performance",
@@ -136,3 +151,4 @@ def mlperf_run(*, valid: bool = True, quick: bool = True) -> dict[str, Any]:
         "percentile": 90,
         "min_duration_s": 5.0,
     }
+    return msgspec.convert(report, MlperfReport)

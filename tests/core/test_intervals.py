@@ -8,7 +8,13 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from tokenmill.core.intervals import _indicator_correlation, interval_95, t_quantile
+from tokenmill.core.intervals import (
+    Estimate,
+    _indicator_correlation,
+    interval_95,
+    ratio_interval,
+    t_quantile,
+)
 
 NUM_RUNS = 200
 SIZES, CORRELATIONS, SPREADS = (100, 1000), (0.0, 0.5, 0.8, 0.95), (0.3, 1.0)
@@ -119,6 +125,13 @@ def test_too_few_values_have_none() -> None:
     assert interval_95([1.0] * 100, 99.0) is None and interval_95([1.0] * 1000, 99.0) == (1.0, 1.0)
     assert interval_95([1.0] * 1000, 100.0) is None
     assert interval_95([1.0] * 100, None, min_batch=25) is None  # four batches
+
+
+def test_a_ratio_of_hardly_known_values_has_a_wide_interval() -> None:
+    """Student's t of one degree of freedom has 6,366 here, whose exponential is no float."""
+    wide = Estimate(1.0, 1.0, 1.0)
+    low, high = ratio_interval(wide, wide, 0.9999)
+    assert 0 < low < 1e-8 and 1e8 < high < math.inf
 
 
 def test_correlation_below_a_percentile_by_hand() -> None:

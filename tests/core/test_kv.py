@@ -9,10 +9,11 @@ import pytest
 
 from tokenmill.core.kv import KVAddress, KVGeometry, KVWay, mismatch
 
-SHAPE = KVGeometry("llama", "fp32", "keys", 30, 3, 64, 16, (12288, 12288))
+SHAPE = KVGeometry("llama", "ab", "fp32", "keys", 30, 3, 64, 16, (12288, 12288))
 ADDRESS = KVAddress("one", "here", SHAPE, 64, (KVWay("shm", (0,), b""),))
 OTHERS: dict[str, tuple[Any, str]] = {
     "model": ("deepseek", "model architecture: the prefill engine has deepseek"),
+    "weights": ("cd", "weights: the prefill engine has cd, the decode engine ab"),
     "dtype": ("fp8", "KV dtype: the prefill engine has fp8, the decode engine fp32"),
     "layout": ("values", "KV layout: the prefill engine has values"),
     "num_layers": (31, "number of layers: the prefill engine has 31, the decode engine 30"),

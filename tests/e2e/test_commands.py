@@ -61,8 +61,8 @@ def test_generate_names_a_prompt_that_is_too_long(
 ) -> None:
     assert run(["generate", "x" * 300, "--model", str(model), *ENGINE]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: this model's context is 256 tokens; the prompt has 300 "
-        "and leaves no room for an answer"
+        "error: This model's maximum context length is 256 tokens; the prompt is too long: "
+        "300 tokens > 256 maximum"
     )
 
 
@@ -77,7 +77,7 @@ def test_every_way_in_has_the_context_that_the_cache_holds(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused = "this model's context is 128 tokens; the prompt has 200 and leaves no room"
+    refused = "context length is 128 tokens; the prompt is too long: 200 tokens > 128 maximum"
     assert run(["generate", "x" * 200, "--model", str(model), *SMALL]) == 1
     assert refused in capsys.readouterr().err and CUT in caplog.text
     line = ["bench", "throughput", "--model", str(model), "--cell", "single", *SMALL]
@@ -89,7 +89,7 @@ def test_every_way_in_has_the_context_that_the_cache_holds(
         "tokenmill.workers.worker_process.run_worker",
         lambda engine, address, facts, *exchanges: told.append(facts),
     )
-    assert run(["worker", "--model", str(model), "--address", "none", *SMALL]) == 0
+    assert run(["worker-process", "--model", str(model), "--address", "none", *SMALL]) == 0
     (facts,) = told
     assert facts.max_model_len == 128 and CUT in facts.warnings[0]
     assert not caplog.records  # the front tells it, and it alone
@@ -159,7 +159,7 @@ def test_a_recorded_run_is_replayed(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "flight.jsonl"
-    load = ["--lengths", "uniform:4-40", "--num-prompts", "12", "--output-len", "6", "--json-only"]
+    load = ["--lengths", "uniform:4-40", "--num-prompts", "12", "--output-len", "6", "--json"]
     engine = [*ENGINE, "--model", str(model), "--record", str(record)]
     assert run(["bench", "throughput", *engine, *load]) == 0
     capsys.readouterr()
@@ -169,8 +169,8 @@ def test_a_recorded_run_is_replayed(
     assert report["num_equal_steps"] == report["num_steps"] > 6
     assert report["first_difference"] is None and report["changed"] == {"max-num-seqs": 2}
     assert report["what_if"]["ttft_ms"]["mean"] > report["simulated"]["ttft_ms"]["mean"]
-    assert run([*command, "--loads"]) == 2
-    assert "--record: leave out --trace and --loads" in capsys.readouterr().err
+    assert run([*command, "--trace", "recipes/sample-trace.jsonl"]) == 2
+    assert "--record: leave out --trace" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import openai
 
+from open_ports import descendants, elsewhere
 from tokenmill.core.config import CacheConfig
 from tokenmill.core.types import SamplingParams
 from tokenmill.llm import LLM
@@ -16,7 +17,7 @@ from tokenmill.llm import LLM
 STORY = "A small robot lived in a lighthouse and counted the ships that passed by at night. " * 8
 PROMPTS = (STORY + "\nThe robot's name was", STORY + STORY + "\nOne night", "The sea is")
 COMMAND = [sys.executable, "-P", "-m", "tokenmill", "serve", "--port", "0", "--dtype", "int8"]
-LIMITS = ("--max-model-len", "512", "--kv-cache-memory", "64MiB", "--placement", "process")
+LIMITS = ("--max-model-len", "512", "--kv-cache-memory", "64MiB")
 
 
 def test_answers_over_http_are_those_of_one_engine(smollm2_path: Path) -> None:
@@ -33,6 +34,7 @@ def test_answers_over_http_are_those_of_one_engine(smollm2_path: Path) -> None:
             text, num_prompt_tokens = complete(client, model, prompt)
             assert text == answer.outputs[0].text
             assert num_prompt_tokens == len(answer.prompt_token_ids)
+        assert elsewhere(descendants(process.pid)) == set()
         pool = client.get(f"{url}/workers", cast_to=dict[str, object])
         assert pool["transfers"] == 2 and pool["failed_transfers"] == 0
         process.terminate()

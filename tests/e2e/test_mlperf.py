@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from light_processes import run_benchmark
+from bench.sample_runs import page_data
+from light_processes import light_processes
 from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import mlperf
+from tokenmill.bench.mlperf import loadgen_tests
+from tokenmill.bench.mlperf.runs import MlperfRun
 from tokenmill.bench.mlperf.submission import SYSTEM_FIELDS
 from tokenmill.bench.results.manifest import verify
+from tokenmill.bench.results.mlperf_reports import MetricReport, MlperfReport
 from tokenmill.settings import Settings
 
 SIZES = {"vocab_size": 422, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -59,15 +63,19 @@ def test_quick_offline_on_the_default_model(
     assert "Result is : VALID" in (results / "performance/run_1/mlperf_log_summary.txt").read_text()
     assert (results / "user.conf").read_text().startswith("# This is a quick run")
     assert json.loads((results / "summary.json").read_text()) == report
-    page = (results / "report.html").read_text()
-    assert ">VALID<" in page and "Not a valid submission" in page and "TTFT distribution" in page
+    page = page_data((results / "report.html").read_text())
+    assert page["title"].endswith(" under the load of MLPerf llama3.1-8b, Offline")
+    assert page["verdict"] == ["good", "QUICK, complete"]
+    assert page["notices"][0]["title"] == "Not a valid submission"
+    charts = page["sections"][0]["blocks"][1]["charts"]
+    assert charts[0]["title"] == "TTFT distribution"
     assert verify(results)["ok"]
 
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are forks here; the test above starts processes as a user does."""
-    monkeypatch.setattr(mlperf, "run_benchmark", run_benchmark)
+    monkeypatch.setattr(loadgen_tests, "SPAWN", light_processes())
 
 
 @pytest.fixture
@@ -200,16 +208,20 @@ def test_a_test_that_fails_says_why(tiny: list[str], capfd: pytest.CaptureFixtur
 def test_peak_reports_the_highest_valid_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(command: list[str], environ: dict[str, str]) -> tuple[dict[str, Any], str]:
-        (flag,) = [word for word in command if word.startswith("--target-qps=")]
-        qps = float(flag.partition("=")[2])
-        result = {"result": "VALID", "reasons": []}
-        if qps > 3.1:
-            result = {"result": "INVALID", "reasons": ["slow"]}
-        metric = {"name": "rate", "value": qps, "unit": "tokens/s"}
-        return result | {"metric": metric, "notices": []}, ""
+    def answer(
+        settings: Settings, run: MlperfRun, mode: str, folder: Path
+    ) -> loadgen_tests.LoadGenResult:
+        reasons = ["slow"] if run.target_qps > 3.1 else []
+        report = MlperfReport(
+            **{"mlperf_benchmark": "llama3.1-8b", "round": "v6.0", "scenario": "Server"},
+            **{"test_mode": mode, "target_qps": run.target_qps, "notices": [], "reasons": reasons},
+            **{"model": "m", "dtype": "fp32", "device": "cpu", "num_samples": 1},
+            **{"synthetic": True, "quick": False, "result": "INVALID" if reasons else "VALID"},
+            metric=MetricReport("rate", run.target_qps, "tokens/s"),
+        )
+        return loadgen_tests.LoadGenResult(str(folder), report)
 
-    monkeypatch.setattr(mlperf, "run_benchmark", answer)
+    monkeypatch.setattr(loadgen_tests, "run_in_process", answer)
     monkeypatch.setattr(mlperf.throughput, "model_path", lambda config: Path("model"))
     settings = {"scenario": "Server", "find-peak": True, "target-qps": 1.0}
     mlperf.mlperf(Settings(settings))

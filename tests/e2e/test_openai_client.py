@@ -351,7 +351,6 @@ def test_structured_output(client: OpenAI, field: str, value: Any, said: str) ->
     "fields",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "soup"}}}},
-        {"guided_json": "{not json"},
         {"guided_regex": "(["},
         {"guided_grammar": "root = nothing"},
         {"structured_outputs": {"regex": "a{"}},
@@ -362,6 +361,12 @@ def test_a_bad_schema_or_regex_is_a_bad_request(client: OpenAI, fields: dict[str
         with pytest.raises(openai.BadRequestError) as caught:
             ask(client, "hi", stream=stream, extra_body=fields)
         assert caught.value.code == "invalid_grammar"
+
+
+def test_a_schema_that_is_not_json_names_its_field(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "hi", extra_body={"guided_json": "{not json"})
+    assert (caught.value.param, caught.value.code) == ("guided_json", "invalid_value")
 
 
 def test_errors_have_the_clients_types(client: OpenAI, base_url: str) -> None:

@@ -26,6 +26,7 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
+from open_ports import descendants, elsewhere
 from pages import Opened, open_browser
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.__main__ import run
@@ -41,11 +42,20 @@ GENEROUS_S = 180.0
 LABELS = [[1, 0, 0, 1, 1, 0], [0, 1, 1, 0]]
 # A quick run of Server takes five seconds of load; a few queries are enough here.
 SHORT = """
+import json
 import sys
-from tokenmill.__main__ import run
-from tokenmill.bench.mlperf import runs
+from pathlib import Path
+
+import msgspec
+
+from tokenmill.bench.commands.mlperf import run_of
+from tokenmill.bench.mlperf import runs, loadgen_tests
+from tokenmill.settings import Settings
+
 runs.QUICK_DURATION_MS = 200
-sys.exit(run(sys.argv[1:]))
+settings, logs = Settings(json.loads(sys.argv[1])), Path(sys.argv[2])
+done = loadgen_tests.execute(settings, run_of(settings), settings.get("test-mode"), logs)
+print(msgspec.json.encode(done.report).decode())
 """
 
 
@@ -143,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     """Two workers, which share the users' table in the memory of the first."""
-    flags = ("--port", "0", "--workers", "2", "--placement", "process", "--api-key", KEY)
+    flags = ("--port", "0", "--workers", "2", "--api-key", KEY)
     command = [sys.executable, "-P", "-m", "tokenmill", "serve", str(folder), *flags]
     command += ["--table", f"user={folder.with_name('users')}"]
     limits = ("--max-queue", "6", "--max-body-size", "1MiB", "--heartbeat", "0.2")
@@ -153,6 +163,7 @@ def server(folder: Path) -> Iterator[Server]:
             lines = iter(process.stderr.readline, "")
             line = next(line for line in lines if "/v1/rank" in line)
             assert "tiny (float32 on cpu" in line and "scaling_seqlen 64" in line
+            assert elsewhere(descendants(process.pid)) == set()
             yield Server(line.split(" is served at ")[1].split("/v1/rank")[0], process.pid)
         finally:
             process.terminate()
@@ -288,7 +299,7 @@ def test_a_full_queue_a_late_answer_and_a_client_that_leaves(server: Server) -> 
         status, error = server.call({"users": USERS[:1], "timeout": 0.01})
         assert (status, error["code"], error["param"]) == (408, "deadline", "timeout")
         gone = http.client.HTTPConnection(server.url.removeprefix("http://"))
-        headers = {"authorization": f"Bearer {KEY}"}
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
         gone.request("POST", "/v1/rank", json.dumps({"users": USERS[:2]}), headers)
         until(lambda: server.view()["num_open"] == 6)
         gone.close()
@@ -296,7 +307,7 @@ def test_a_full_queue_a_late_answer_and_a_client_that_leaves(server: Server) -> 
     assert len(first.result()) == 4
 
 
-def loadgen(server: Server, folder: Path, tmp_path: Path, *flags: str) -> Any:
+def loadgen(server: Server, folder: Path, tmp_path: Path, mode: str, **more: str) -> Any:
     """The report of LoadGen over the first users, whose labels are LABELS."""
     file, logs = tmp_path / "requests.jsonl", tmp_path / "logs"
     samples = [
@@ -304,14 +315,12 @@ def loadgen(server: Server, folder: Path, tmp_path: Path, *flags: str) -> Any:
         for one, truth in zip(USERS, LABELS, strict=False)
     ]
     file.write_text("\n".join(map(json.dumps, samples)), encoding="utf-8")
-    command = [sys.executable, "-P", "-c", SHORT, "bench", "mlperf-test", "--json-only"]
-    command += ["--benchmark", "dlrm-v3", "--quick", "--quick-samples", "2", "--model", str(folder)]
-    command += ["--dataset", str(file), "--url", server.url, "--api-key", KEY]
-    command += ["--max-in-flight", "4", "--target-qps", "100", "--test-mode", *flags]
+    values = {"benchmark": "dlrm-v3", "quick": True, "quick-samples": 2, "model": str(folder)}
+    values |= {"dataset": str(file), "url": server.url, "api-key": [KEY], "max-in-flight": 4}
+    values |= {"target-qps": 100.0, "test-mode": mode, **more}
     logs.mkdir()
-    done = subprocess.run(
-        [*command, "--submission-dir", str(logs)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-P", "-c", SHORT, json.dumps(values), str(logs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert (report["num_failed"], report["url"]) == (0, f"{server.url}/v1/rank")
@@ -343,7 +352,7 @@ def test_requests_of_a_killed_worker_are_answered_by_another(
 def test_loadgen_drives_the_server_under_its_limit(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
-    report = loadgen(server, folder, tmp_path, "performance", "--scenario", "Server")
+    report = loadgen(server, folder, tmp_path, "performance", scenario="Server")
     assert report["limits_ms"] == {"latency": 80} and report["metric"]["value"] > 0
 
 

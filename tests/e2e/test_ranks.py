@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from open_ports import descendants, elsewhere
+from tiny_configs import EXPERTS
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
 from tokenmill.api import server
-from tokenmill.bench.commands.eplb import TINY
 from tokenmill.core.types import SamplingParams
 from tokenmill.llm import LLM
 
@@ -26,7 +27,7 @@ FLAGS = ["--dtype", "fp32", "--device", "cpu", "--num-threads", "1"]
 
 def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
     folder = save_folder(byte_level(), tmp_path / "tiny", eos_token="<|im_end|>")
-    (folder / "config.json").write_text(json.dumps(TINY | {"vocab_size": 422}))
+    (folder / "config.json").write_text(json.dumps(EXPERTS | {"vocab_size": 422}))
     command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--port", "0", *FLAGS]
     command += ["--random-weights", "--kv-cache-memory", "4MiB", "--placement", "ray"]
     command += ["--ep", "2", "--attention-dp", "--redundant-experts", "2", "--rebalance-steps", "3"]
@@ -39,6 +40,7 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
             pattern = re.compile(r"on each rank\) is served at (\S+)/v1")
             found = map(pattern.search, process.stderr)
             url = next(match[1] for match in found if match)
+            assert elsewhere(descendants(process.pid)) == set()  # nor do Ray's own processes
             answers = [complete(url, prompt) for prompt in PROMPTS]
             with urllib.request.urlopen(f"{url}/metrics", timeout=300) as response:
                 metrics = response.read().decode()
@@ -59,7 +61,7 @@ def test_serve_with_ranks_placed_by_ray(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     monkeypatch.setattr(server, "serve", pytest.fail)
     assert run(["serve", str(tmp_path), "--ep", "64"]) == 1
     assert "--ep 64: the model has 32 experts in a layer" in capsys.readouterr().err

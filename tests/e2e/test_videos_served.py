@@ -21,14 +21,15 @@ import openai
 import pytest
 from openai import OpenAI
 
-from light_processes import run_benchmark
+from light_processes import light_processes
+from open_ports import descendants, elsewhere
 from tokenmill.__main__ import run
 from tokenmill.api.videos import video_server
 from tokenmill.bench.client.records import Target
-from tokenmill.bench.commands import mlperf
+from tokenmill.bench.mlperf import loadgen_tests
 from tokenmill.bench.mlperf.loadgen import ACCURACY
 from tokenmill.bench.mlperf.presets import WAN
-from tokenmill.bench.mlperf.video_url import check_job, check_server, fields_of
+from tokenmill.bench.mlperf.video import check_job, check_server, fields_of
 from tokenmill.bench.workload import BenchError
 from tokenmill.cli.serve_video import HANG_TIMEOUT_S
 from tokenmill.core.video import VideoParams
@@ -58,6 +59,7 @@ def server(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
     line = next(line for line in lines if "/v1/videos" in line)
+    assert elsewhere(descendants(process.pid)) == set()
     return line.split(" is served at ")[1].split("/videos")[0]
 
 
@@ -131,7 +133,7 @@ def loadgen(
     server: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """Runs the benchmark over videos of 5 frames in 2 steps; its report."""
-    monkeypatch.setattr(mlperf, "run_benchmark", run_benchmark)
+    monkeypatch.setattr(loadgen_tests, "SPAWN", light_processes())
 
     def report(*flags: str) -> Any:
         line = ["bench", "mlperf", "--benchmark", WAN.name, "--quick", "--url", server, *flags]
@@ -205,7 +207,7 @@ def test_a_server_that_cannot_make_the_videos_is_named(
 
 def test_a_server_that_is_not_there_or_makes_other_videos_is_named() -> None:
     asked = fields_of("wan-tiny", VideoParams())
-    with pytest.raises(BenchError, match=r"http://127.0.0.1:1/v1 does not answer: .*call failed"):
+    with pytest.raises(BenchError, match=r"http://127.0.0.1:1/v1 does not answer: .*refused"):
         check_server(Target("http://127.0.0.1:1/v1", ""), asked, None, True)
     told = asked | {"num_inference_steps": 4}
     with pytest.raises(BenchError, match=r"http://s .*: num_inference_steps 4 instead of 20"):

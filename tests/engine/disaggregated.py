@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from driver import Answer
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.kv import PREFILLED, KVNotice
@@ -17,6 +18,7 @@ from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.transfer import KVTransfer
+from tokenmill.sched.scheduler import Scheduler
 
 DEADLINE_S = 60.0
 
@@ -141,7 +143,10 @@ class WorkerPool:
                     assert output.finish_reason is FinishReason.ABORT
         for engine in (self.prefill, self.decode):
             scheduler = engine._scheduler
-            scheduler.check_integrity()
+            if isinstance(scheduler, Scheduler):
+                check_scheduler(scheduler)
+            else:
+                scheduler.check()  # in another process: gpu/far_engine.py
             assert scheduler.pool.num_used == 0, "blocks are left behind"
 
 

@@ -21,6 +21,7 @@ from tokenmill.engine import build, choices
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import choose_device, resolve_setup
 from tokenmill.engine.graphs.capture import CaptureReport
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,30 @@ def test_graphs_that_were_not_captured_are_told(
     )
     (warning,) = told
     assert "captured 1 of 9 CUDA graphs" in warning and "--graph-memory 2GiB ended it" in warning
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "told"), [("fp8", 64, True), ("bf16", 64, False), ("fp8", 2048, False)]
+)
+def test_narrow_models_in_fp8_say_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, width: int, told: bool
+) -> None:
+    folder = save(make_model("llama"), tmp_path)
+    setup = resolve_setup(Setup(ModelConfig(str(folder)), CacheConfig(), SchedulerConfig()))
+    spec = replace(open_checkpoint(folder).spec, hidden_size=width)
+    part = SimpleNamespace(
+        checkpoint=SimpleNamespace(spec=spec, path=folder, describe=str),
+        network=SimpleNamespace(num_bytes=0),
+        max_model_len=setup.scheduler.max_model_len,
+        **dict.fromkeys(("mtp", "num_blocks", "kv_tokens", "groups")),
+    )
+    graphs = SimpleNamespace(decode=SimpleNamespace(graphs=None))
+    monkeypatch.setattr(build, "load_part", lambda *_: part)
+    monkeypatch.setattr(build, "make_engine", lambda *_: (None, graphs))
+    warnings: list[str] = []
+    as_asked = replace(setup, model=replace(setup.model, dtype=dtype))  # type: ignore[arg-type]
+    build_engine(as_asked, on_warning=warnings.append)
+    assert [f"this one is {width} wide" in warning for warning in warnings] == [True] * told
 
 
 def test_a_cache_type_that_the_device_lacks_is_named(tmp_path: Path) -> None:

@@ -9,14 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xgrammar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from random_model import sequence
-from sampling_rows import VOCAB, Options, logits_of, on_host, random_rows
-from tokenmill.core.types import FreeText, StructuredOutput
+from sampling_rows import VOCAB, Options, constrained_rows, logits_of, on_host, random_rows
+from tokenmill.core.types import FreeText, ReasoningMarks, StructuredOutput
 from tokenmill.engine.sampling.device_sampler import DeviceSampler
-from tokenmill.engine.sampling.sampler import TokenCounts, state_of, uniform, uniforms
+from tokenmill.engine.sampling.sampler import (
+    TokenCounts,
+    allowed_ids,
+    grammar_masks,
+    state_of,
+    uniform,
+    uniforms,
+)
+from tokenmill.kernels.sampling import Masks, masked
 from tokenmill.sched.sequence import PENDING, Sequence
+from tokenmill.sched.trackers import Thinking
 
 
 def on_device(
@@ -68,6 +78,46 @@ def test_a_pending_token_counts_as_if_it_were_known(seed: int) -> None:
         seq.token_ids.append(7)
     again = on_device(logits, pending, [7] * len(pending))
     assert_same(again, on_host(logits, known))
+
+
+def test_a_spent_budget_of_reasoning_forces_its_rows_alone() -> None:
+    rows = random_rows(12, random.Random(5))
+    free = on_host(logits_of(len(rows), 5), rows)
+    marks = ReasoningMarks(((9, 8),), 0, (7, 9))
+    for seq in rows[3:6]:
+        seq.thinking = Thinking(seq.num_output_tokens, marks, seq.request.prompt_token_ids, ())
+        seq.thinking.read([*seq.request.prompt_token_ids, *[5] * seq.num_output_tokens])
+    found = on_host(logits_of(len(rows), 5), rows)
+    assert_same(on_device(logits_of(len(rows), 5), rows), found)
+    assert found[0] == [*free[0][:3], 9, 9, 9, *free[0][6:]]
+    assert found[1][:3] + found[1][6:] == free[1][:3] + free[1][6:]
+    assert not DeviceSampler().wants_best(rows[3:4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_give_the_tokens_of_the_host(seed: int, dtype: torch.dtype) -> None:
+    rows = constrained_rows(40, random.Random(seed))
+    logits = logits_of(len(rows), seed, dtype)
+    found = on_device(logits, rows)
+    assert_same(found, on_host(logits, rows))
+    for token, mask in zip(found[0], grammar_masks(rows), strict=True):
+        assert mask is None or token in allowed_ids(mask, VOCAB)
+
+
+def test_masks_allow_what_xgrammar_lets_pass() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (4, -(-VOCAB // 32)), generator=generator)
+    words = words.to(torch.int32)
+    logits, numbers = logits_of(9, 0), [1, -1, -1, 2, -1, -1, -1, 0, 3]
+    expected = logits.clone()
+    for row, number in enumerate(numbers):
+        if number >= 0:
+            xgrammar.apply_token_bitmask_inplace(
+                expected[row : row + 1], words[number : number + 1]
+            )
+    found = masked(logits, Masks(torch.tensor(numbers, dtype=torch.int32), words))
+    assert torch.equal(found, expected) and not torch.equal(found, logits)
 
 
 def test_a_pending_token_changes_the_answer() -> None:
@@ -139,15 +189,14 @@ def test_uniforms_are_the_scalar_ones() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 2}, {"logprobs": 3}])
-def test_logits_that_are_not_finite_are_an_error(value: float, options: Options) -> None:
+def test_a_row_that_is_not_finite_has_no_token(value: float, options: Options) -> None:
     logits = torch.zeros(2, 8)
     logits[1, 3] = value
     rows = [sequence(**options), sequence(**options)]
     sampled = DeviceSampler().launch(logits, rows, torch.zeros(2, dtype=torch.int32))
     tokens = sampled.token_ids.tolist()
     assert tokens[0] >= 0 and tokens[1] == -1
-    with pytest.raises(FloatingPointError, match="not finite"):
-        sampled.finish(tokens)
+    assert (sampled.finish(tokens)[0] is None) == ("logprobs" not in options)
 
 
 def test_masked_logits_are_not_among_the_best() -> None:
@@ -198,7 +247,7 @@ def test_warm_up_leaves_nothing_behind() -> None:
 
 
 def test_a_launch_reads_nothing_back() -> None:
-    rows = random_rows(40, random.Random(1))
+    rows = constrained_rows(40, random.Random(1))
     logits, last_ids = logits_of(40, 1), torch.zeros(40, dtype=torch.int32)
     with NoReads():
         DeviceSampler().launch(logits, rows, last_ids)

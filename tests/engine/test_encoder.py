@@ -1,31 +1,21 @@
-"""An encoder's engine and a language engine without one: the same answers as one engine gives."""
+"""Images are encoded alike by padded calls, in parts and by graphs."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from driver import Answer, assert_same, build, complete
+from driver import assert_same, build, complete
 from emulated_graphs import POOL, emulate
 from gpu.setups import PLAIN, Checkpoints, EngineSetup
-from tiny_images import Prompt, image, prompt
+from tiny_images import image, prompt
 from tiny_models import make_model, save, tame
-from tokenmill.core.config import (
-    CacheConfig,
-    ExecutionConfig,
-    ModelConfig,
-    SchedulerConfig,
-    Setup,
-)
-from tokenmill.core.images import FEATURES_LOST, FeatureBlocks, ImageInput, ImageSpan
-from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput, SamplingParams
-from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.choices import resolve_setup, set_mode
-from tokenmill.engine.encoder import EncoderEngine, build_encoder
+from tokenmill.core.config import ExecutionConfig
+from tokenmill.core.types import SamplingParams
+from tokenmill.engine.choices import set_mode
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
 from tokenmill.engine.images import normalised
 
@@ -49,129 +39,6 @@ def default_mode() -> object:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tame(make_model("qwen3-vl"), 0.3), tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def golden(folder: Path) -> list[Answer]:
-    return ask(
-        build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64).engine, PROMPTS
-    )
-
-
-def ask(engine: Engine, asked: list[Prompt]) -> list[Answer]:
-    images = [each.images for each in asked]
-    return complete(engine, [each.token_ids for each in asked], GREEDY, images=images)
-
-
-def setup(folder: Path, part: str, num_blocks: int, chunked: bool = True) -> Setup:
-    return resolve_setup(
-        Setup(
-            ModelConfig(str(folder), "fp32", "cpu", num_threads=1, part=part),  # type: ignore[arg-type]
-            CacheConfig(16, num_blocks=num_blocks, feature_connector="shm"),
-            SchedulerConfig(
-                max_num_batched_tokens=64,
-                max_num_seqs=16,
-                encoder_patches=130,
-                chunked_prefill=chunked,
-            ),
-        )
-    )
-
-
-def language(folder: Path, encoder: EncoderEngine, num_blocks: int, chunked: bool) -> BuiltEngine:
-    built = build_engine(setup(folder, "language", num_blocks, chunked))
-    assert built.engine.features is not None
-    assert built.engine.features.connect(encoder.address) is None
-    return built
-
-
-class Encoder:
-    """An encoder's engine, and what a front does with its notices."""
-
-    def __init__(self, folder: Path, num_blocks: int = 64) -> None:
-        self.engine = build_encoder(setup(folder, "encoder", num_blocks))
-        self.num_sent = 0
-
-    def submit(self, sent: ImageInput) -> str:
-        self.num_sent += 1
-        span = ImageSpan(0, sent.num_tokens(2), sent)
-        self.engine.submit(Request(f"i{self.num_sent}", [], images=(span,)))
-        return f"i{self.num_sent}"
-
-    def notices(self) -> dict[str, list[int]]:
-        assert self.engine.step() == []
-        return {n.request_id: n.block_ids for n in self.engine.take_events().notices}
-
-    def locate(self, asked: Prompt) -> Prompt:
-        """The prompt with the places of its images' features."""
-        spans = []
-        for span in asked.images:
-            name = self.submit(span.image)
-            blocks = FeatureBlocks(self.engine.address.engine_id, tuple(self.notices()[name]))
-            there = replace(span.image, data=b"", features=blocks)
-            spans.append(replace(span, image=there))
-        return Prompt(asked.token_ids, tuple(spans))
-
-
-@pytest.mark.parametrize(("chunked", "num_blocks"), [(True, 400), (False, 400), (True, 11)])
-def test_answers_are_those_of_one_engine(
-    folder: Path, golden: list[Answer], chunked: bool, num_blocks: int
-) -> None:
-    encoder = Encoder(folder)
-    built = language(folder, encoder.engine, num_blocks, chunked)
-    assert getattr(built.runner.model, "visual", None) is None
-    asked = [encoder.locate(each) for each in PROMPTS]
-    assert_same(ask(built.engine, asked), golden)
-    assert_same(ask(built.engine, asked), golden)
-    stats = built.engine.stats()
-    assert (stats.num_preemptions > 0) == (num_blocks == 11)
-    assert stats.num_images_encoded == 0 and stats.num_images_received >= 3
-    told = encoder.engine.stats()
-    assert (told.num_images_encoded, told.num_image_hits) == (3, 5)
-    assert told.num_patches_encoded == 120 + 16 + 56
-
-
-def test_an_image_has_one_owner_of_its_blocks_until_it_is_released(folder: Path) -> None:
-    encoder = Encoder(folder, num_blocks=3)  # TALL has 30 tokens: 2 blocks; SMALL 4: 1 block
-    first, again, second = encoder.submit(TALL), encoder.submit(TALL), encoder.submit(SMALL)
-    held = encoder.notices() | encoder.notices()
-    assert held[first] == held[again] and not set(held[first]) & set(held[second])
-    other = image(7, (1, 12, 10))
-    third = encoder.submit(other)
-    for name in (first, second):
-        encoder.engine.release(name)
-        assert not encoder.engine.has_work() and encoder.notices() == {}
-    encoder.engine.release(again)
-    assert encoder.engine.has_work() and set(encoder.notices()) == {third}
-    assert encoder.engine.stats().num_kv_blocks_used == 2
-    kept = encoder.submit(SMALL)  # nobody used it, and nobody needed its room
-    assert encoder.notices()[kept] == held[second]
-    encoder.engine.abort(third)
-    encoder.engine.abort(kept)
-    assert encoder.engine.stats().num_kv_blocks_used == 0
-
-
-def test_images_of_a_step_are_encoded_in_one_call_and_fail_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, calls = Encoder(folder), []
-    encode = encoder.engine._encode
-
-    def watched(images: list[ImageInput]) -> object:
-        calls.append(len(images))
-        if any(each.content_hash == WIDE.content_hash for each in images):
-            raise RuntimeError("no memory")
-        return encode(images)
-
-    monkeypatch.setattr(encoder.engine, "_encode", watched)
-    small, wide, again = encoder.submit(SMALL), encoder.submit(WIDE), encoder.submit(SMALL)
-    encoder.submit(TALL)  # 120 patches more than the 72 before it: behind the budget of 130
-    (output,) = encoder.engine.step()
-    assert (output.request_id, output.finish_reason) == (wide, FinishReason.ERROR)
-    assert calls == [2, 1, 1]
-    held = {n.request_id: n.block_ids for n in encoder.engine.take_events().notices}
-    assert set(held) == {small, again} and held[small] == held[again]
-    assert encoder.engine.has_work() and len(encoder.notices()) == 1 and calls[3:] == [1]
 
 
 @torch.inference_mode()
@@ -200,7 +67,6 @@ def test_parts_give_what_an_image_at_once_gives(
     built = EngineSetup(folder.name, plain).build(Checkpoints(folder.parent), "cpu")
     assert built.runner.images is not None and built.spec.vision is not None
     encode = built.runner.images.encode
-    assert encode is not None
     # Operations of torch do not read the tiles of attention: captured, it has the whole size.
     first, second = (image(seed, (1, 8, 16) if by_graphs else (1, 12, 10)) for seed in (4, 5))
     whole = [found for _, found in encode([first, second, SMALL])]
@@ -221,76 +87,12 @@ def test_parts_give_what_an_image_at_once_gives(
     assert (graphs.num_replayed, graphs.num_parts_replayed) == ((4, 6) if by_graphs else (0, 0))
 
 
-def test_the_warm_up_of_images_leaves_nothing_behind(folder: Path, golden: list[Answer]) -> None:
-    """Neither where they are encoded nor where others encode them."""
-    whole = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=64)
-    encoder = Encoder(folder)
-    without = language(folder, encoder.engine, 64, True)
-    located = [encoder.locate(each) for each in PROMPTS]
-    for built, asked in ((whole, PROMPTS), (without, located)):
-        built.runner.warm_up_images()
-        images = built.runner.images
-        assert images is not None and len(images) == 0 and not images._begun
-        assert_same(ask(built.engine, asked), golden)
-
-
-def test_wrong_images_are_refused(folder: Path) -> None:
-    encoder = Encoder(folder)
-    encoder.submit(replace(TALL, data=b"12"))
-    (output,) = encoder.engine.step()
-    assert output.finish_reason is FinishReason.REJECT and "data must be" in str(output.error)
-
-
-def steps(built: BuiltEngine, count: int = 20) -> list[RequestOutput]:
-    return [output for _ in range(count) for output in built.engine.step()]
-
-
-def test_a_request_ends_in_error_when_its_encoder_is_gone_and_others_go_on(folder: Path) -> None:
-    encoder = Encoder(folder)
-    built = language(folder, encoder.engine, 400, True)
-    asked = encoder.locate(PROMPTS[1])
-    assert built.engine.features is not None
-    built.engine.features.disconnect(encoder.engine.address.engine_id)
-    built.engine.submit(Request("seen", asked.token_ids, GREEDY, images=asked.images))
-    built.engine.submit(Request("text", PROMPTS[0].token_ids, GREEDY))
-    ends = {o.request_id: o for o in steps(built, 60) if o.finish_reason is not None}
-    assert ends["seen"].finish_reason is FinishReason.ERROR
-    assert ends["seen"].stop_reason == FEATURES_LOST
-    assert ends["text"].finish_reason is FinishReason.LENGTH
-    assert not built.engine.has_work()
-    assert built.engine.features.connect(encoder.engine.address) is None
-    built.engine.submit(Request("again", asked.token_ids, GREEDY, images=asked.images))
-    outputs = steps(built, 60)
-    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH]
-
-
-def test_a_request_does_not_end_while_features_are_read_for_it(folder: Path) -> None:
-    """The front gives the blocks to others once it has ended."""
-    encoder = Encoder(folder)
-    built = language(folder, encoder.engine, 400, True)
-    features, asked = built.engine.features, encoder.locate(PROMPTS[1])
-    assert features is not None
-    read: Future[None] = Future()
-    connector = features._peers[encoder.engine.address.engine_id]
-    connector.read = lambda *what: read  # type: ignore[method-assign]
-    built.engine.submit(Request("seen", asked.token_ids, GREEDY, images=asked.images))
-    assert steps(built, 3) == []
-    built.engine.abort("seen")
-    assert steps(built, 3) == [] and built.engine.has_work()
-    read.set_result(None)
-    (output,) = steps(built, 3)
-    assert output.finish_reason is FinishReason.ABORT and not built.engine.has_work()
-
-
-def test_an_engine_with_an_encoder_takes_patches_and_one_without_features(folder: Path) -> None:
-    encoder = Encoder(folder)
-    located = encoder.locate(PROMPTS[1])
-    whole = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=64)
-    for built, asked in (
-        (whole, located),
-        (language(folder, encoder.engine, 64, True), PROMPTS[1]),
-    ):
-        built.engine.submit(Request("0", asked.token_ids, GREEDY, images=asked.images))
-        (output,) = built.engine.step()
-        assert output.finish_reason is FinishReason.REJECT
-        assert "images[0].features: this engine" in str(output.error)
+def test_the_warm_up_of_images_leaves_nothing_behind(folder: Path) -> None:
+    texts, images = [each.token_ids for each in PROMPTS], [each.images for each in PROMPTS]
+    plain = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64)
+    expected = complete(plain.engine, texts, GREEDY, images=images)
+    built = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=64)
+    built.runner.warm_up_images()
+    kept = built.runner.images
+    assert kept is not None and len(kept) == 0 and not kept._begun
+    assert_same(complete(built.engine, texts, GREEDY, images=images), expected)

@@ -21,12 +21,14 @@ from tokenmill.core.types import (
     SamplingParams,
     StepResult,
     StructuredOutput,
+    TokenRules,
 )
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.sampling.free_text import FreeTextMatcher, GrammarError
-from tokenmill.engine.sampling.grammar import GrammarBackend
+from tokenmill.engine.sampling.free_text import AnyText, FreeTextMatcher, GrammarError, RuledMatcher
+from tokenmill.engine.sampling.grammar import GrammarCompiler
+from tokenmill.engine.sampling.grammar_pool import GrammarPool
+from tokenmill.engine.sampling.grammar_process import next_masks
 from tokenmill.engine.sampling.sampler import Sampler, allowed_ids, sampled_rows, state_of
-from tokenmill.engine.sampling.structured import next_masks
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import num_drafts
@@ -49,8 +51,13 @@ def constraint(after: FreeText | None) -> StructuredOutput:
 
 
 @pytest.fixture(scope="module")
-def backend() -> GrammarBackend:
-    return GrammarBackend(vocab(), PAD_TO)
+def pool() -> GrammarPool:
+    return GrammarPool(vocab(), PAD_TO)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocab(), PAD_TO)
 
 
 class DraftRunner(RandomRunner):
@@ -87,14 +94,14 @@ class DraftRunner(RandomRunner):
 
 
 def run(
-    backend: GrammarBackend,
+    pool: GrammarPool,
     requests: list[Request],
     runner: RandomRunner | None = None,
     num_blocks: int = 512,
 ) -> dict[str, tuple[list[int], FinishReason]]:
     limits = SchedulerConfig(max_model_len=96, max_num_batched_tokens=64)
     scheduler = Scheduler(limits, BlockPool(num_blocks, 4), frozenset({EOS}))
-    engine = LanguageEngine(scheduler, runner or RandomRunner(), backend, PAD_TO)
+    engine = LanguageEngine(scheduler, runner or RandomRunner(), pool, PAD_TO)
     for request in requests:
         engine.submit(request)
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
@@ -129,8 +136,8 @@ def check(tokens: list[int], reason: FinishReason, after: FreeText) -> bool:
 
 class TestFreeText:
     @pytest.mark.parametrize("after", [AFTER_END, AFTER_OPENING])
-    def test_the_constraint_starts_after_it(self, backend: GrammarBackend, after: FreeText) -> None:
-        outputs = run(backend, [request(i, after) for i in range(8)])
+    def test_the_constraint_starts_after_it(self, pool: GrammarPool, after: FreeText) -> None:
+        outputs = run(pool, [request(i, after) for i in range(8)])
         thought = [check(tokens, reason, after) for tokens, reason in outputs.values()]
         assert any(thought) and all(thought) == (after.opening is None)
         assert any(reason == FinishReason.STOP for _, reason in outputs.values())
@@ -138,27 +145,27 @@ class TestFreeText:
         assert any(t >= len(PIECES) for t in free), "no grammar allows what has no text"
 
     @pytest.mark.parametrize("salt", range(3))
-    def test_drafts_change_nothing(self, backend: GrammarBackend, salt: int) -> None:
+    def test_drafts_change_nothing(self, pool: GrammarPool, salt: int) -> None:
         requests = [request(i, AFTER_END if i % 2 else AFTER_OPENING) for i in range(6)]
-        assert run(backend, requests, DraftRunner(salt)) == run(backend, requests)
+        assert run(pool, requests, DraftRunner(salt)) == run(pool, requests)
 
-    def test_preemption_changes_nothing(self, backend: GrammarBackend) -> None:
+    def test_preemption_changes_nothing(self, pool: GrammarPool) -> None:
         requests = [request(i, AFTER_END) for i in range(4)]
-        assert run(backend, requests, num_blocks=26) == run(backend, requests)
+        assert run(pool, requests, num_blocks=26) == run(pool, requests)
 
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
-    def test_it_goes_on_in_another_engine(self, backend: GrammarBackend, share: float) -> None:
+    def test_it_goes_on_in_another_engine(self, pool: GrammarPool, share: float) -> None:
         for index, after in enumerate((AFTER_END, AFTER_OPENING)):
-            whole, reason = run(backend, [request(index, after)])[f"r{index}"]
+            whole, reason = run(pool, [request(index, after)])[f"r{index}"]
             known = whole[: int(share * (len(whole) - 1))]
             moved = request(index, after, output_token_ids=known)
-            rest, again = run(backend, [moved])[f"r{index}"]
+            rest, again = run(pool, [moved])[f"r{index}"]
             assert (known + rest, again) == (whole, reason)
 
-    def test_max_tokens_may_cut_the_free_text(self, backend: GrammarBackend) -> None:
+    def test_max_tokens_may_cut_the_free_text(self, pool: GrammarPool) -> None:
         cut = request(1, AFTER_END)
         cut = replace(cut, sampling=replace(cut.sampling, max_tokens=2))
-        tokens, reason = run(backend, [cut])["r1"]
+        tokens, reason = run(pool, [cut])["r1"]
         assert reason == FinishReason.LENGTH and len(tokens) == 2
 
 
@@ -178,8 +185,8 @@ HEADER = FreeText(end=9, begin=(5, 6, 7), breaks=(3,))
         ([5, 6, 8, 9, 5, 6, 7, 9], True),
     ],
 )
-def test_a_header_ends_it(backend: GrammarBackend, tokens: list[int], bound: bool) -> None:
-    matcher = FreeTextMatcher(backend.compile(constraint(None)).matcher(), HEADER)
+def test_a_header_ends_it(compiler: GrammarCompiler, tokens: list[int], bound: bool) -> None:
+    matcher = FreeTextMatcher(compiler.compile(constraint(None)).matcher(), HEADER)
     for token in tokens:
         assert matcher.allowed() is None
         matcher.accept(token)
@@ -196,14 +203,14 @@ BRANCHES = StructuredOutput(
 
 
 class TestBranches:
-    def test_one_of_them_and_then_its_schema(self, backend: GrammarBackend) -> None:
+    def test_one_of_them_and_then_its_schema(self, pool: GrammarPool) -> None:
         seen = set()
         for index in range(8):
             structured = replace(BRANCHES, after=AFTER_END if index % 2 else None)
             sampling = SamplingParams(
                 max_tokens=None, seed=index, structured=structured, logit_bias=LIKELIER
             )
-            outputs = run(backend, [Request(f"r{index}", [5 + index], sampling)])
+            outputs = run(pool, [Request(f"r{index}", [5 + index], sampling)])
             ((tokens, reason),) = outputs.values()
             tokens = tokens[tokens.index(END) + 1 if index % 2 else 0 :]
             size = 4 if tokens[2] == 41 else 5
@@ -214,11 +221,11 @@ class TestBranches:
                 assert set(value) == ({"n", "ok"} if size == 4 else set())
         assert seen == {4, 5}
 
-    def test_a_bad_schema_is_refused(self, backend: GrammarBackend) -> None:
+    def test_a_bad_schema_is_refused(self, pool: GrammarPool) -> None:
         bad = StructuredOutput("branches", branches=(Branch((1,), '{"type": "nonsense"}'),))
         sampling = SamplingParams(structured=bad)
         scheduler = Scheduler(SchedulerConfig(max_model_len=64), BlockPool(64, 4), frozenset({EOS}))
-        engine = LanguageEngine(scheduler, RandomRunner(), backend, PAD_TO)
+        engine = LanguageEngine(scheduler, RandomRunner(), pool, PAD_TO)
         engine.submit(Request("r", [5], sampling))
         outputs = []
         while engine.has_work():
@@ -228,15 +235,15 @@ class TestBranches:
         assert output.stop_reason == "invalid_grammar"
 
 
-def free_matcher(backend: GrammarBackend) -> FreeTextMatcher:
-    return FreeTextMatcher(backend.compile_any(BRANCHES).matcher(), AFTER_OPENING)
+def free_matcher(compiler: GrammarCompiler) -> FreeTextMatcher:
+    return FreeTextMatcher(compiler.compile_any(BRANCHES).matcher(), AFTER_OPENING)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_taking_tokens_back_is_as_if_they_never_came(data: st.DataObject) -> None:
-    backend = _shared_backend()
-    matcher, kept = free_matcher(backend), list[int]()
+    compiler = _shared_compiler()
+    matcher, kept = free_matcher(compiler), list[int]()
     for _ in range(data.draw(st.integers(1, 30))):
         mask = matcher.allowed()
         choices = [END, OPEN, 9] if mask is None else allowed_ids(mask, PAD_TO).tolist()
@@ -248,14 +255,14 @@ def test_taking_tokens_back_is_as_if_they_never_came(data: st.DataObject) -> Non
         back = data.draw(st.integers(0, min(3, len(kept))))
         matcher.rollback(back)
         del kept[len(kept) - back :]
-    fresh = free_matcher(backend)
+    fresh = free_matcher(compiler)
     for token in kept:
         fresh.accept(token)
     assert _as_bytes(matcher) == _as_bytes(fresh)
 
 
-def test_next_masks_crosses_the_border(backend: GrammarBackend) -> None:
-    matcher = FreeTextMatcher(backend.compile(constraint(None)).matcher(), AFTER_END)
+def test_next_masks_crosses_the_border(compiler: GrammarCompiler) -> None:
+    matcher = FreeTextMatcher(compiler.compile(constraint(None)).matcher(), AFTER_END)
     brace = PIECES.index(b"{")
     masks = next_masks(matcher, [9, END, brace, 9])
     assert masks[0] is None and masks[1] is None
@@ -275,15 +282,38 @@ def test_the_sampler_bans_what_free_text_has_not() -> None:
     assert Sampler()(logits, [seq], [None])[0] != [EOS]
 
 
-_SHARED: list[GrammarBackend] = []
+_SHARED: list[GrammarCompiler] = []
 
 
-def _shared_backend() -> GrammarBackend:
+def _shared_compiler() -> GrammarCompiler:
     if not _SHARED:
-        _SHARED.append(GrammarBackend(vocab(), PAD_TO))
+        _SHARED.append(GrammarCompiler(vocab(), PAD_TO))
     return _SHARED[0]
 
 
 def _as_bytes(matcher: FreeTextMatcher) -> bytes | None:
     mask = matcher.allowed()
     return None if mask is None else np.trim_zeros(mask, "b").tobytes()
+
+
+def test_rules_forbid_tokens_whatever_holds_beside_them() -> None:
+    """Allowed ids, sequences that end in a forbidden token, and what free text must not have."""
+    rules = TokenRules(allowed=tuple(range(8)), banned=((3,), (1, 2), (1, 2, 4)))
+    matcher = RuledMatcher(AnyText(), rules, 40, banned=(7,))
+
+    def allowed() -> list[int]:
+        return allowed_ids(matcher.allowed(), 40).tolist()
+
+    assert allowed() == [0, 1, 2, 4, 5, 6]
+    matcher.accept(1)
+    assert allowed() == [0, 1, 4, 5, 6], "2 would end a forbidden sequence"
+    matcher.accept(2)
+    assert allowed() == [0, 1, 2, 5, 6]
+    matcher.rollback(1)
+    assert allowed() == [0, 1, 4, 5, 6]
+    matcher.rollback(0)
+    matcher.rollback(1)
+    assert allowed() == [0, 1, 2, 4, 5, 6]
+    nothing = RuledMatcher(AnyText(), TokenRules(allowed=(3,), banned=((3,),)), 40, ())
+    with pytest.raises(GrammarError, match="leave no token"):
+        nothing.allowed()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from driver import Answer, assert_same, build, complete
+from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.kernels import cpu_kernels
@@ -94,7 +95,7 @@ def test_every_mode_gives_the_golden_answer(
     if prefix_cache and num_blocks == 400:
         for prompt, answer in zip(prompts(), again, strict=True):
             assert answer.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert engine.stats().num_kv_blocks_used == 0
 
 
@@ -144,7 +145,7 @@ def test_abort_at_any_step_leaves_nothing_behind(folder: Path, overlap: bool) ->
     answers = complete(engine, prompts(), GREEDY, after_step=abort_some)
     assert {a.terminals[0].finish_reason for a in answers} >= {"abort"}
     assert engine.stats().num_kv_blocks_used == 0
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -9,6 +9,7 @@ import torch
 
 from driver import Answer, assert_same, build, complete
 from engine import disaggregated
+from scheduler_integrity import check_scheduler
 from tiny_images import Prompt, image, prompt, reference_logits
 from tiny_models import IMAGE_TOKENS, make_model, save, tame
 from tokenmill.core.images import ImageInput
@@ -100,7 +101,7 @@ def test_every_mode_gives_the_golden_answer(
     if prefix_cache and num_blocks == 400:
         for asked, answer in zip(PROMPTS, again, strict=True):
             assert answer.num_cached_tokens == (len(asked.token_ids) - 1) // 16 * 16
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert engine.stats().num_kv_blocks_used == 0
 
 

@@ -18,7 +18,7 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.core.types import Request, SamplingParams, StepResult
+from tokenmill.core.types import ModelLoadError, Request, SamplingParams, StepResult
 from tokenmill.engine.choices import gpu_room, resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import (
@@ -214,18 +214,19 @@ def test_engines_and_ranks_on_one_gpu_take_their_share(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     alone = chosen(CacheConfig(), SchedulerConfig()).num_seqs
     assert chosen(CacheConfig(gpu_share=0.475), SchedulerConfig()).num_seqs < alone
+
+    def resolved(num_gpus: int, share_gpus: bool) -> Setup:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        model = ModelConfig(str(shape("qwen3-14b")), "bf16", "cuda", share_gpus, True)
+        parallel = ParallelConfig(tp=2)
+        return resolve_setup(Setup(model, CacheConfig(), SchedulerConfig(), parallel=parallel))
+
     for num_gpus, share in ((1, 0.475), (2, None), (4, None)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=num_gpus: count)
-        model = ModelConfig(str(shape("qwen3-14b")), "bf16", "cuda", random_weights=True)
-        setup = resolve_setup(
-            Setup(model, CacheConfig(), SchedulerConfig(), parallel=ParallelConfig(tp=2))
-        )
+        setup = resolved(num_gpus, num_gpus == 1)
         assert setup.cache.gpu_share == share and setup.execution.cuda_graphs
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ModelLoadError, match="2 ranks need 2 GPUs, and this process sees 1: give"):
+        resolved(1, False)
     monkeypatch.setenv("TOKENMILL_RANK_ADDRESS", "10.0.0.1:5")  # somebody gives each rank a GPU
-    assert (
-        resolve_setup(
-            Setup(model, CacheConfig(), SchedulerConfig(), parallel=ParallelConfig(tp=2))
-        ).cache.gpu_share
-        is None
-    )
+    assert resolved(1, False).cache.gpu_share is None
+    monkeypatch.setenv("TOKENMILL_RANKS_PER_GPU", "2")
+    assert resolved(1, True).cache.gpu_share == 0.475

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from driver import Answer, complete
+from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.types import FinishReason, Request, SamplingParams, StepResult
+from tokenmill.core.types import FinishReason, OutOfMemory, Request, SamplingParams, StepResult
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
-from tokenmill.engine.engine import LanguageEngine, Launched, OutOfMemory
+from tokenmill.engine.engine import LanguageEngine, Launched
 from tokenmill.sched.sequence import PENDING, Batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -106,7 +107,7 @@ def test_steps_overlap_while_no_draft_is_found(folder: Path) -> None:
         expected = tokens(complete(plain, prompts(), sampling))
         assert tokens(complete(drafting, prompts(), sampling)) == expected
         without, overlapped = (faulty.pending for faulty in launches)
-        drafting._scheduler.check_integrity()
+        check_scheduler(drafting._scheduler)
         if repeats:
             assert sum(drafting.stats().num_accepted) > 20
         else:
@@ -124,13 +125,20 @@ def test_out_of_memory_runs_again_in_smaller_steps(folder: Path, overlap: bool) 
         engine._runner = Faulty(engine._runner, engine_faults, {})
     assert tokens(complete(engine, prompts(), GREEDY)) == expected
     assert engine.stats().num_preemptions > 0
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
 
 
-@pytest.mark.parametrize("where", ["launches", "waits"])
-def test_a_failed_step_ends_its_requests_and_no_other(folder: Path, where: str) -> None:
+def test_a_step_that_fails_once_runs_again(folder: Path) -> None:
+    expected = tokens(complete(build(folder, overlap=False), prompts(), GREEDY))
     engine = build(folder)
-    with_faults(engine, **{where: {6: RuntimeError("boom")}})
+    with_faults(engine, launches={6: RuntimeError("boom"), 13: RuntimeError("boom")})
+    assert tokens(complete(engine, prompts(), GREEDY)) == expected
+    check_scheduler(engine._scheduler)
+
+
+def test_a_failed_step_ends_its_requests_and_no_other(folder: Path) -> None:
+    engine = build(folder)
+    with_faults(engine, waits={6: RuntimeError("boom")})
     answers = complete(engine, prompts(), GREEDY)
     ends = [answer.terminals[0].finish_reason for answer in answers]
     assert FinishReason.ERROR in ends
@@ -139,7 +147,7 @@ def test_a_failed_step_ends_its_requests_and_no_other(folder: Path, where: str) 
     later = complete(engine, prompts(), GREEDY)
     expected = complete(build(folder, overlap=False), prompts(), GREEDY)
     assert tokens(later) == tokens(expected)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert engine.stats().num_kv_blocks_used == 0
 
 
@@ -166,5 +174,5 @@ def test_an_interrupted_launch_leaves_the_engine_whole(folder: Path) -> None:
         found += engine.step()
     ends = {o.request_id: o.finish_reason for o in found if o.finish_reason is not None}
     assert set(ends) <= {"r", "later"} and FinishReason.ERROR in ends.values()
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert engine.stats().num_kv_blocks_used == 0

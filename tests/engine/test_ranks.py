@@ -4,13 +4,17 @@ import math
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
@@ -18,9 +22,8 @@ import tiny_images
 from draft_heads import forgetful, save_head
 from driver import Answer, complete
 from light_ranks import start_light_ranks
+from tiny_configs import EXPERTS
 from tiny_models import make_model, save, tame
-from tokenmill.bench.commands.eplb import TINY
-from tokenmill.core.codec import dumps, loads
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
@@ -52,15 +55,17 @@ from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.ranks import group as group
 from tokenmill.engine.ranks import rank_messages
 from tokenmill.engine.ranks.group import side_by_side
-from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine
+from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.ranks.rank_messages import Message, RankState
 from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.ranks.rebalance import Rebalancer
+from tokenmill.engine.ranks.shared_kv import RankReader, _Calls
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.models import spec_of
 from tokenmill.parallel import Ranks
 from tokenmill.routing.attention_dp import RankCaches
 from tokenmill.routing.router import Router
+from tokenmill.video import video_rank_process
 from tokenmill.workers.messages import ConnectKV, decode_to_worker, encode
 from tokenmill.workers.worker_process import KVSource
 
@@ -289,6 +294,18 @@ def test_two_ranks_of_a_model_that_slides(tmp_path: Path) -> None:
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
 
 
+@pytest.mark.usefixtures("light_ranks")
+def test_ranks_with_windows_find_what_their_requests_left(tmp_path: Path) -> None:
+    folder = save(tame(make_model("gpt-oss", sliding_window=24), 0.3), tmp_path)
+    with engine(folder) as one:
+        expected = facts(complete(one.engine, prompts()[3:], GREEDY))
+    with engine(folder, ep=2, attention_dp=True) as two:
+        check_that_caches_are_found(two.engine)
+        for _ in range(2):
+            assert facts(complete(two.engine, prompts()[3:], GREEDY)) == expected
+        assert two.engine.stats().num_branch_points > 0
+
+
 def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
     """Each prompt is computed in some blocks, then read into others, on the same rank or not."""
     assert isinstance(ranks, LeadingEngine | DataParallelEngine) and ranks.kv is not None
@@ -332,19 +349,97 @@ def test_a_closed_connection_is_told_from_an_error() -> None:
             raise RuntimeError(text)
 
 
+@contextmanager
+def strange_rank(size: int = 2) -> Iterator[tuple[group.RankGroup, Connection]]:
+    """A group whose ranks are one connection, over which a test says what it wants."""
+    ours, theirs = Pipe()
+    strangers = group.RankGroup.__new__(group.RankGroup)
+    strangers.size, strangers._links = size, [ours]
+    with ours, theirs:
+        yield strangers, theirs
+
+
+@contextmanager
+def inbox_of_a_rank() -> Iterator[tuple[group.Inbox, Connection]]:
+    """A rank's inbox, whose end does not end this process, and the connection into it."""
+    ours, theirs = Pipe()
+    others = set(threading.enumerate())
+    with mock.patch("os._exit", side_effect=SystemExit), ours:
+        with theirs:
+            yield group.Inbox(ours, "host:1"), theirs
+        for reader in set(threading.enumerate()) - others:
+            reader.join()
+
+
+WRONG_BYTES = (
+    b"",
+    b"\xc1\x00",  # a type that msgpack does not have
+    b"\xa1\xff",  # no UTF-8
+    *(msgspec.msgpack.encode(wrong) for wrong in (7, [], {}, ("Popen", {}), (["Rows"], {}))),
+    msgspec.msgpack.encode(("Rows", {"do": "logits"})),
+)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("data", WRONG_BYTES)
+def test_what_is_no_message_of_a_rank_is_an_error_for_both_sides(data: bytes) -> None:
+    with strange_rank() as (strangers, link):
+        for hear in (lambda: strangers.hear(rank_messages.NumBlocks), lambda: strangers.take(True)):
+            link.send_bytes(data)
+            with pytest.raises(RanksLostError, match="need the same version of tokenmill"):
+                hear()
+    with inbox_of_a_rank() as (inbox, link):
+        link.send_bytes(data)
+        with pytest.raises(RanksLostError, match="need the same version of tokenmill"):
+            inbox.next()
+        rank_messages.send(link, rank_messages.Rows("logits", 3))
+        with pytest.raises(RanksLostError, match="said Rows where Place was expected"):
+            inbox.next_of(rank_messages.Place)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_message_of_another_kind_is_an_error_with_optimized_python_too() -> None:
+    with strange_rank() as (strangers, link):
+        rank_messages.send(link, rank_messages.Loaded())
+        with pytest.raises(RanksLostError, match="said Loaded where NumBlocks was expected"):
+            strangers.hear(rank_messages.NumBlocks)
+        calls = _Calls(strangers)
+        call = calls.start_all(rank_messages.KVCall("disconnect", "shm", "e"))
+        rank_messages.send(link, rank_messages.KVCallOver(99, None))
+        with pytest.raises(RanksLostError, match="call 99, which is not open"):
+            calls.over(call, wait=True)
+        rank_messages.send(link, rank_messages.Loaded())
+        with pytest.raises(RanksLostError, match="said Loaded where KVCallOver was expected"):
+            calls.over(call, wait=True)
+    own = OwnEngine.__new__(OwnEngine)
+    own.kv = None
+    with pytest.raises(RanksLostError, match="said Loaded where Round was expected"):
+        own.answer(rank_messages.Loaded())
+    reader = RankReader.__new__(RankReader)
+    reader._connectors = {"shm": mock.Mock()}
+    with pytest.raises(RanksLostError, match="says connect and not to whom"):
+        reader.do(rank_messages.KVCall("connect", "shm", "e"))
+    with inbox_of_a_rank() as (inbox, link):
+        rank_messages.send(link, rank_messages.Loaded())
+        with pytest.raises(RanksLostError, match="rank 0 asks for Loaded"):
+            video_rank_process.follow(mock.Mock(), link, inbox)
+
+
 def test_nodes_without_routing_groups_are_said_to_do_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    spec = spec_of(TINY)
+    spec = spec_of(EXPERTS)
     Rebalancer([], spec, ParallelConfig(ep=4, nodes=2, rebalance_steps=9), Ranks(0, 4))
     assert "--ep-nodes 2 does not divide the 1 routing groups" in caplog.text
 
 
 def travelled(message: Message) -> Any:
-    return loads(Message, dumps(Message, message))
+    ours, theirs = Pipe()
+    rank_messages.send(ours, message)
+    return rank_messages.receive(theirs)
 
 
-SHAPE = KVGeometry("m", "fp32", "l", 2, 1, 16, 16, (64, 64))
+SHAPE = KVGeometry("m", "w", "fp32", "l", 2, 1, 16, 16, (64, 64))
 ADDRESS = KVAddress("e", "h", SHAPE, 9, (KVWay("shm", (0, 4096), b"1:\xff"),))
 PEER = replace(ADDRESS, others=(ADDRESS,), ranks=(ADDRESS, ADDRESS))
 REQUEST = Request(

@@ -198,18 +198,19 @@ def test_a_mask_decides_and_ids_beyond_it_are_never_taken() -> None:
         assert sample(logits[None], [sequence(**options)], [mask])[0][0] in (5, 95)
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_a_row_that_is_not_finite_has_no_token_and_others_have_theirs() -> None:
     for value in (math.nan, math.inf):
-        logits = torch.zeros(1, 8)
-        logits[0, 3] = value
+        logits = torch.zeros(2, 8)
+        logits[0, 3], logits[1, 5] = value, 40.0
         for options in (
             {"temperature": 0},
             {},
             {"top_k": 2},
             {"temperature": 0, "logit_bias": {1: 1.0}},
         ):
-            with pytest.raises(FloatingPointError, match="not finite"):
-                sample(logits, [sequence(**options)], [None])
+            rows = [sequence(logprobs=1, **options), sequence(logprobs=1, **options)]
+            tokens, logprobs = sample(logits, rows, [None, None])
+            assert tokens == [-1, 5] and logprobs[0] is None and logprobs[1] is not None
     with pytest.raises(TypeError, match="fp32"):
         sample(torch.zeros(1, 8, dtype=torch.float64), [sequence()], [None])
 

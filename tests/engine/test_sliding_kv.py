@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 
 from driver import Answer, assert_same, build, complete
 from engine import disaggregated
+from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv_groups import KVGroups, plan_groups
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.engine import build as engine_build
+from tokenmill.engine.engine import LanguageEngine
 
 WINDOW = 24  # one block and a half
+TURN = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
 
 
@@ -85,7 +89,7 @@ def test_same_bits_as_with_plain_paging(
         assert [answer.num_cached_tokens for answer in answers] == most
     else:
         assert built.engine.stats().num_preemptions > 0
-    built.engine._scheduler.check_integrity()
+    check_scheduler(built.engine._scheduler)
     assert built.engine.stats().num_kv_blocks_used == 0
 
 
@@ -136,6 +140,56 @@ def test_prefill_and_decode_in_two_engines(
     windows = [notice.window_ids for notice in pool.notices if notice.token_id is not None]
     assert max(map(len, windows)) == 3 * groups
     pool.close()
+
+
+def converse(ask: Callable[[list[list[int]]], list[Answer]]) -> list[list[list[int]]]:
+    """Six sessions behind one prompt take three turns; returns what is cached and said, by turn."""
+    source = random.Random(6)
+    shared = [source.randrange(64) for _ in range(70)]
+    spoken = [shared + [source.randrange(64) for _ in range(30 + 5 * i)] for i in range(6)]
+    turns = []
+    for _ in range(3):
+        answers = ask(spoken[:1]) + ask(spoken[1:3]) + ask(spoken[3:])
+        cached = [answer.num_cached_tokens for answer in answers]
+        turns.append([cached, *(answer.token_ids for answer in answers)])
+        new = [[source.randrange(64) for _ in range(20)] for _ in spoken]
+        spoken = [s + a.token_ids + n for s, a, n in zip(spoken, answers, new, strict=True)]
+    return turns
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[list[list[int]]]:
+    built = build(folder, "fp32", chunked=True, prefix_cache=False, num_blocks=400)
+    return converse(lambda prompts: complete(built.engine, prompts, TURN))
+
+
+@pytest.mark.parametrize("way", ["cached", "overlap", "two engines"])
+def test_sessions_say_the_same_with_and_without_the_cache(
+    folder: Path, said: list[list[list[int]]], way: str
+) -> None:
+    if way == "two engines":
+        prefill, decode = (disaggregated.build(folder, budget=48) for _ in range(2))
+        pool = disaggregated.WorkerPool(prefill, decode)
+        found = converse(lambda prompts: pool.complete(prompts, TURN))
+        engines = [prefill, decode]
+    else:
+        built = build(
+            folder, "fp32", chunked=True, prefix_cache=True, overlap=way == "overlap",
+            num_blocks=400,
+        )  # fmt: skip
+        found = converse(lambda prompts: complete(built.engine, prompts, TURN))
+        assert isinstance(built.engine, LanguageEngine)
+        engines = [built.engine]
+    assert [turn[1:] for turn in found] == [turn[1:] for turn in said]
+    for each in engines:
+        check_scheduler(each._scheduler)
+        assert each.stats().num_kv_blocks_used == 0
+
+    assert engines[0].stats().num_branch_points > 0 and engines[0].stats().prefix_hit_tokens > 1000
+    assert min(found[0][0][3:]) >= 64, "the shared prompt"
+    for turn in (1, 2):  # all but an answer's last token are computed
+        behind = 32 * (turn - 1) + 11
+        assert found[turn][0] == [(100 + 5 * i + behind) // 16 * 16 for i in range(6)]
 
 
 def test_pages_move_only_between_engines_that_slide_alike(

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from masked_steps import ANY, add_cycle, follows
 
 from driver import Answer, assert_same, complete
 from gpu.setups import LIMITS, PLAIN, Checkpoints, EngineSetup, drafting
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import ExecutionConfig
 from tokenmill.core.types import SamplingParams, StepResult, TokenLogprobs
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.choices import set_mode
+from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.executors import SplitExecutor
 from tokenmill.engine.graphs.decode_graphs import Captured, DecodeGraphs
+from tokenmill.engine.graphs.prompt_graphs import Prompted, PromptGraphs
 from tokenmill.engine.launched import Launched
-from tokenmill.sched.sequence import Batch
+from tokenmill.sched.sequence import Batch, Item
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
 BEST = replace(GREEDY, logprobs=None)  # what drafts can follow at once
@@ -108,7 +112,39 @@ def test_answers_are_those_of_whole_steps(
     noted = split(apart, 0, monkeypatch)
     assert_same(ask(apart, GREEDY), expected)
     assert set(noted) == {1, 2}
-    apart.engine._scheduler.check_integrity()
+    check_scheduler(apart.engine._scheduler)
+
+
+def test_a_graph_may_write_over_the_logits_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding beside short prompts, each by its graph: masks come when all of them have run."""
+    plain, apart = engines("qwen3", replace(PLAIN, overlap=True), tmp_path)
+    add_decode_graphs(apart)
+    noted = split(apart, 0, monkeypatch)
+    run = PromptGraphs.run
+
+    def over_others(self: PromptGraphs, item: Item) -> Prompted:
+        graphs = apart.runner.decode.graphs
+        assert graphs is not None
+        for captured in graphs._graphs.values():
+            captured.decoded.logits.fill_(torch.nan)
+        return run(self, item)
+
+    monkeypatch.setattr(PromptGraphs, "run", over_others)
+    bound = SamplingParams(temperature=0.0, max_tokens=9, structured=ANY, logprobs=1)
+    asked = prompts()
+    sampling = [
+        bound if i % 2 else replace(GREEDY, max_tokens=5 + i % 4) for i in range(len(asked))
+    ]
+    found = []
+    for built in (plain, apart):
+        assert isinstance(built.engine, LanguageEngine)
+        add_cycle(built.engine, built.runner.model.spec.vocab_size)
+        found.append(complete(built.engine, asked, sampling))
+    assert_same(found[1], found[0])
+    assert noted
+    assert all(follows(p, a.token_ids) for p, a in list(zip(asked, found[1], strict=True))[1::2])
 
 
 def test_drafts_follow_prompts_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +189,11 @@ def test_results_of_parts_run_parallel_to_the_items() -> None:
     scored = TokenLogprobs([7], [-1.0], 1)
     first = Launched(StepResult([[1], [2, 3]], draft_ids=[[4], [5]]))
     first.others = [
-        Launched(StepResult([[7]], logprobs=[[scored]], num_relaxed=1)),
+        Launched(StepResult([[7]], logprobs=[[scored]])),
         Launched(StepResult([[8]], prompt_logprobs={0: [scored]})),
     ]
     result = first.wait()
     assert result.token_ids == [[1], [2, 3], [7], [8]]
     assert result.draft_ids == [[4], [5], [], []]
     assert result.logprobs == [None, None, [scored], None]
-    assert result.prompt_logprobs == {3: [scored]} and result.num_relaxed == 1
+    assert result.prompt_logprobs == {3: [scored]}

@@ -11,7 +11,7 @@ import pytest
 from tokenmill.engine.warm_up import FEW, Step, warm_up_batch, warm_up_steps
 from tokenmill.kernels.attention import GPU_TILE_ROWS, SHORT, QueryTiles, heads_of, plan_tiles
 from tokenmill.kernels.gpu.attention import HOPPER_ITEMS, _attention_kernel
-from tokenmill.kernels.gpu.moe import tile_rows
+from tokenmill.kernels.gpu.expert_tiles import tile_rows
 
 TESTS = Path(__file__).parents[1]
 

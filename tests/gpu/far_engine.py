@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial, reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from gpu.setups import SETUPS, Checkpoints, Device
 from kv.host_ipc import on_the_host
+from scheduler_integrity import check_scheduler
 from tokenmill.core.kv import KVAddress
 
 START_S = 120.0
@@ -67,7 +68,7 @@ def far_engine(name: str, folder: Path, device: Device) -> Iterator[tuple[Any, i
 
 def _serve(name: str, folder: Path, device: Device, pipe: Connection) -> None:
     with on_the_host() if device == "cpu" else contextlib.nullcontext():
-        engine = SETUPS[name].build(Checkpoints(folder), device).engine
+        engine: Any = SETUPS[name].build(Checkpoints(folder), device).engine
     pipe.send("ready")
     while True:
         try:
@@ -75,7 +76,10 @@ def _serve(name: str, folder: Path, device: Device, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            found = reduce(getattr, path.split("."), engine)
+            if path == "_scheduler.check":
+                found = partial(check_scheduler, engine._scheduler)
+            else:
+                found = reduce(getattr, path.split("."), engine)
             pipe.send(found(*arguments) if callable(found) else found)
         except Exception as error:
             pipe.send(error)

@@ -11,6 +11,7 @@ from engine.disaggregated import WorkerPool, kv_of
 from gpu.far_engine import far_engine
 from gpu.setups import SETUPS, Checkpoints, Device, prompts
 from kv.host_ipc import on_the_host
+from scheduler_integrity import check_scheduler
 from tokenmill.core.kv import KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
@@ -66,6 +67,6 @@ def check_killed_peer(checkpoints: Checkpoints, device: Device) -> None:
         ends = [output for output in decode.step() if output.finish_reason]
     assert (ends[0].finish_reason, ends[0].stop_reason) == (FinishReason.ERROR, "kv_transfer")
     assert bits(complete(decode, prompts()[:2], GREEDY)) == expected
-    decode._scheduler.check_integrity()
+    check_scheduler(decode._scheduler)
     assert decode._scheduler.pool.num_used == 0
     kv_of(decode).close()

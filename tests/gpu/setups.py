@@ -196,6 +196,7 @@ class EngineSetup:
                 str(folder),
                 self.dtype if on_gpu else "fp32",
                 device,
+                share_gpus=True,
                 max_model_len=self.max_model_len,
                 draft=self._draft(folder) if self.execution.mtp else None,
             ),

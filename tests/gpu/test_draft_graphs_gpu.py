@@ -7,6 +7,7 @@ import pytest
 
 from driver import Answer, complete
 from gpu.setups import prompts
+from scheduler_integrity import check_scheduler
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.engine import LanguageEngine
@@ -31,7 +32,7 @@ def test_answers_are_those_without_drafts(build: Build, sampling: SamplingParams
         assert sum(stats.num_drafted) > 0 and (sampling is DRAWN or sum(stats.num_accepted) > 0)
         for prompt, answer in list(zip(prompts(), expected, strict=True))[:2]:  # alone: run ahead
             assert tokens(complete(engine, [prompt], sampling)) == [answer]
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
 
 
 def test_adaptive_drafts_come_and_go(build: Build) -> None:

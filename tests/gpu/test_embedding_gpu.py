@@ -9,7 +9,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_embedding_parity
 
-from tokenmill.bench.embedding_rates import Workload, measure, most_keys_s
+from benchmarks.embeddings import Options, most_keys_s, run
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable
 from tokenmill.ranking.stores.store import TableSpec
@@ -43,9 +43,9 @@ def test_lookups_read_the_hosts_table_and_never_wait() -> None:
 
 
 def test_the_bound_has_the_rows_that_were_read() -> None:
-    load = Workload(TableSpec(2**18, 512), 2**16, 1.05, 0.9, "cuda", budget_s=0.2)
-    report = measure(load)
+    options = Options(device="cuda", rows=2**18, keys=2**16, seconds=0.2)
+    report = run(options)
     share = report["tiers"]["cache_and_host"]["host_rows_share"]
-    assert 0 < share < 2 * (1 - load.hit_rate)
-    bound = most_keys_s(load.spec.row_bytes, share, report["host_link_gb_s"])
+    assert 0 < share < 2 * (1 - options.hit_rate)
+    bound = most_keys_s(2 * options.columns, share, report["host_link_gb_s"])
     assert report["cache_and_host_ceiling_keys_s"] == pytest.approx(bound, rel=0.1)  # GB/s: rounded

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention_batches import paged_attention_reference
 from driver import Answer, complete
 from gpu.setups import SETUPS, Checkpoints, prompts
 from tokenmill.core.types import SamplingParams
@@ -15,7 +16,7 @@ from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import moe as gpu_moe
 from tokenmill.kernels.matmul import PackedWeight
 from tokenmill.kernels.moe import PackedExperts, Routing
-from tokenmill.kernels.norm import ClampedSwiGLU
+from tokenmill.kernels.rows import ClampedSwiGLU
 
 Build = Callable[[str], BuiltEngine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -89,7 +90,7 @@ def test_weights_take_four_bits_and_a_quarter(packed: Pair) -> None:
 def test_experts(stored: Pair, packed: Pair, tokens: int, one_expert: bool) -> None:
     """Every row is right, and has the same bits each time: nothing is read before it is there."""
     x, ids = inputs(tokens, one_expert)
-    expected = moe.apply_experts_reference(x.float(), ids, *stored, SWIGLU)
+    expected = moe.apply_experts.reference(x.float(), ids, *stored, SWIGLU)
     found = applied(x, ids, packed)
     assert ((found.float() - expected).norm(dim=1) < 2e-2 * expected.norm(dim=1)).all()
     for _ in range(8):
@@ -105,7 +106,7 @@ def test_a_graph_takes_other_choices(stored: Pair, packed: Pair) -> None:
     for shift in (0, 5):
         ids.copy_((ids + shift) % EXPERTS)
         graph.replay()
-        assert_near(found, moe.apply_experts_reference(x.float(), ids, *stored, SWIGLU))
+        assert_near(found, moe.apply_experts.reference(x.float(), ids, *stored, SWIGLU))
 
 
 def test_a_row_has_its_own_bits(packed: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +173,9 @@ def test_attention_with_sinks(
     sinks = 3 * torch.randn(HEADS, device="cuda")
     found = attention.paged_attention(q, k_cache, v_cache, batch, HEADS, window, sinks)
     wide = (q.float(), k_cache.float(), v_cache.float())
-    expected = attention.paged_attention_reference(*wide, batch, HEADS, window, sinks)
+    expected = paged_attention_reference(*wide, batch, HEADS, window, sinks)
     assert_near(found, expected)
-    without = attention.paged_attention_reference(*wide, batch, HEADS, window, None)
+    without = paged_attention_reference(*wide, batch, HEADS, window, None)
     assert (expected - without).norm() > 0.1 * expected.norm()
 
 

@@ -51,7 +51,7 @@ def test_attention(ahead: bool, targets_only: bool, monkeypatch: pytest.MonkeyPa
     parts = k[:n], v[:n], k[n:], v[n:]
     queries = q[n:] if targets_only else q
     keys, values, own_keys, own_values = (part.float() for part in parts)
-    expected = hstu.silu_attention_reference(
+    expected = hstu.silu_attention.reference(
         queries.float(), keys, values, own_keys, own_values, rows, 900
     )
     close(hstu.silu_attention(queries, *parts, rows, 900), expected)
@@ -65,10 +65,10 @@ def test_products() -> None:
     product = hstu.NormProduct(norm, some(WIDTH, 4 * WIDTH) / 23, some(4 * WIDTH))
     x = some(1000, WIDTH) * 3 + 1
     found = hstu.norm_uvqk(x, product, WIDTH)
-    close(found, hstu.norm_uvqk_reference(x, product, WIDTH))
+    close(found, hstu.norm_uvqk.reference(x, product, WIDTH))
     u, o, weight = found[:, :WIDTH], some(1000, WIDTH), some(3 * WIDTH, WIDTH) / 39
     close(
-        hstu.gate_output(x, u, o, norm, weight), hstu.gate_output_reference(x, u, o, norm, weight)
+        hstu.gate_output(x, u, o, norm, weight), hstu.gate_output.reference(x, u, o, norm, weight)
     )
 
 
@@ -83,13 +83,13 @@ def test_products_in_fp8(rows: int) -> None:
     product = hstu.NormProduct(norm, some(WIDTH, 4 * WIDTH) / 23, some(4 * WIDTH))
     rounded, x = hstu.round_product(product), some(rows, WIDTH) * 3 + 1
     found = hstu.norm_product_fp8(x, rounded)
-    close(found, hstu.norm_uvqk_reference(x, product, 0), FP8_ERROR)
+    close(found, hstu.norm_uvqk.reference(x, product, 0), FP8_ERROR)
     u, o, weight = found[:, :WIDTH], some(rows, WIDTH), some(3 * WIDTH, WIDTH) / 39
-    codes, expected = hstu.gate_rows(u, o, norm), hstu.gate_rows_reference(u, o, norm)
+    codes, expected = hstu.gate_rows(u, o, norm), hstu.gate_rows.reference(u, o, norm)
     torch.testing.assert_close(codes.scales, expected.scales, rtol=1e-2, atol=0.0)
     close(codes.values, expected.values, FP8_STEP)
     packed, gate = hstu.round_weight(weight), torch.nn.functional.silu(u)
-    plain = hstu.gate_output_reference(x, gate, o, norm, weight)
+    plain = hstu.gate_output.reference(x, gate, o, norm, weight)
     close(hstu.gate_output_fp8(x, u, o, norm, packed), plain, FP8_ERROR)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.kv_transfer import Pair, measure
 from gpu.ipc_checks import check_bits, check_killed_peer
 from gpu.setups import CONFIG, Checkpoints
-from tokenmill.bench.kv_transfer_pair import measure
 from tokenmill.models.checkpoints.weights import open_checkpoint
 
 
@@ -28,7 +28,7 @@ def test_rate_against_a_copy(
     """All blocks have the numbers that the other process wrote; the rates are printed."""
     spec = open_checkpoint(checkpoints["qwen3"]).spec
     assert spec.num_layers == CONFIG["num_hidden_layers"]
-    report = measure(spec, ["cuda-ipc"], 64, 4096, 5)
+    report = measure(Pair("cuda-ipc", spec, 64, 4096), 5)
     record_property("figures", report)
     print(json.dumps(report))
-    assert report["connectors"]["cuda-ipc"]["device"] == "cuda" and report["ratio"] > 0
+    assert report["device"] == "cuda" and report["ratio"] > 0

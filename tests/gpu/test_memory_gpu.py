@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from driver import complete
+from scheduler_integrity import check_scheduler
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.engine import LanguageEngine
@@ -63,5 +64,5 @@ def test_a_step_that_does_not_fit_runs_in_parts(build: Build) -> None:
         assert answers(other, 1) == expected[0]
     assert other.stats().num_preemptions > 0, "nothing was too large"
     assert answers(other, 2) == expected[1]
-    other._scheduler.check_integrity()
+    check_scheduler(other._scheduler)
     assert other._scheduler.pool.num_used == 0

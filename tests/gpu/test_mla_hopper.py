@@ -10,8 +10,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from triton_parity import BLOCKS, make_batch
 
-from tokenmill.kernels import MODE, mla, triton_kernels
+from attention_batches import latent_attention_reference
+from tokenmill.kernels import MODE, mla
 from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels.gpu.hopper import mla as hopper_mla
 
 pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
 LATENT, ROPE, HEAD_DIM, SCALE = 512, 64, 192, 192**-0.5
@@ -35,14 +37,13 @@ def make_inputs(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Grids of the Hopper kernel's launches."""
-    module, grids = triton_kernels("hopper.mla"), []
-    launch = module.launch
+    launch, grids = hopper_mla.launch, []
 
     def counted(grid: tuple[int, int, int], *rest: Any) -> None:
         grids.append(grid)
         launch(grid, *rest)
 
-    monkeypatch.setattr(module, "launch", counted)
+    monkeypatch.setattr(hopper_mla, "launch", counted)
     return grids
 
 
@@ -65,7 +66,7 @@ def test_it_matches_the_reference(
 ) -> None:
     inputs = make_inputs(query_lens, contexts, heads, block_size)
     found = mla.latent_attention(*inputs)
-    expected = mla.latent_attention_reference(*inputs)
+    expected = latent_attention_reference(*inputs)
     assert launches
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
     assert torch.equal(found, mla.latent_attention(*inputs))
@@ -73,7 +74,7 @@ def test_it_matches_the_reference(
 
 def test_unsplit_keys_and_a_graph(launches: list[tuple[int, int, int]]) -> None:
     inputs = make_inputs([1] * 64, list(range(64)), 128)
-    expected = mla.latent_attention_reference(*inputs)
+    expected = latent_attention_reference(*inputs)
     mla.latent_attention(*inputs)
     assert {grid[2] for grid in launches} == {1}
     graph = torch.cuda.CUDAGraph()

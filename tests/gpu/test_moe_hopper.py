@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmill.kernels import MODE, moe, triton_kernels
+from tokenmill.kernels import MODE, moe
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import moe as gpu_moe
+from tokenmill.kernels.gpu.hopper import moe as hopper_moe
 from tokenmill.kernels.moe import PackedExperts
 
 pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
@@ -32,14 +33,13 @@ def make_inputs(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of the Hopper kernel: which product, and rows of its tiles."""
-    module, seen = triton_kernels("hopper.moe"), []
-    launch = module._launch
+    launch, seen = hopper_moe._launch, []
 
     def counted(x: Any, weight: Any, out: Any, tiles: Any, up: bool, share: int) -> None:
         seen.append((up, tiles.rows))
         launch(x, weight, out, tiles, up, share)
 
-    monkeypatch.setattr(module, "_launch", counted)
+    monkeypatch.setattr(hopper_moe, "_launch", counted)
     return seen
 
 
@@ -57,7 +57,7 @@ def test_it_matches_the_reference(
     inputs = make_inputs(tokens, 4, 12, 512, 384, power)
     found = gpu_moe.apply_experts(*inputs)
     assert launches == [(True, rows), (False, rows)]
-    assert_near(found, moe.apply_experts_reference(*inputs))
+    assert_near(found, moe.apply_experts.reference(*inputs))
     assert torch.equal(found, gpu_moe.apply_experts(*inputs))
 
 
@@ -70,7 +70,7 @@ def test_more_tiles_than_programs_and_a_graph() -> None:
     for shift in (0, 4):  # the same graph with other choices
         ids.copy_((ids + shift) % 9)
         graph.replay()
-        assert_near(found, moe.apply_experts_reference(x, ids, gate_up, down))
+        assert_near(found, moe.apply_experts.reference(x, ids, gate_up, down))
 
 
 def test_others_take_the_plain_kernel(
@@ -84,7 +84,7 @@ def test_others_take_the_plain_kernel(
     }
     gpu_moe.apply_experts(x.half(), ids, half["gate_up"], half["down"])
     narrow = make_inputs(20, 2, 4, 256, 96)
-    assert_near(gpu_moe.apply_experts(*narrow), moe.apply_experts_reference(*narrow))
+    assert_near(gpu_moe.apply_experts(*narrow), moe.apply_experts.reference(*narrow))
     for switch in ((MODE, "batch_invariant", True), (hopper, "ALLOWED", False)):
         with monkeypatch.context() as patch:
             patch.setattr(*switch)

@@ -7,10 +7,14 @@ import pytest
 
 from driver import Answer, complete
 from gpu.setups import random_prompts
-from tokenmill.core.types import EngineStats, SamplingParams
+from tokenmill.core.types import EngineStats, ReasoningMarks, SamplingParams
 from tokenmill.engine.build import BuiltEngine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+# The reasoning ends behind ten tokens, and three are forced.
+THINKS = replace(
+    GREEDY, thinking_token_budget=10, reasoning=ReasoningMarks(((61, 62, 60),), 0, (63, 61))
+)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True)
 Build = Callable[[str], BuiltEngine]
 
@@ -20,7 +24,7 @@ def answers(built: BuiltEngine, sampling: SamplingParams) -> tuple[list[Answer],
     return complete(built.engine, prompts, sampling), built.engine.stats()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, THINKS], ids=["greedy", "drawn", "thinks"])
 @pytest.mark.parametrize(
     "way", ["eager-drafts", "graphs-drafts", "eager-eagle3", "graphs-eagle3", "graphs-ngram"]
 )
@@ -29,6 +33,8 @@ def test_same_tokens_with_drafts(build: Build, way: str, sampling: SamplingParam
     expected, _ = answers(build(f"llama-{way.split('-')[0]}"), sampling)
     found, stats = answers(build(f"llama-{way}"), sampling)
     assert [a.token_ids for a in found] == [a.token_ids for a in expected]
+    if sampling is THINKS:
+        assert any(a.token_ids[10:13] == [61, 62, 60] for a in found)
     if sampling is GREEDY or "drafts" in way:
         assert len(stats.num_accepted) == 3 and 0 < stats.num_accepted[0] < stats.num_drafted[0]
 

@@ -11,9 +11,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_prefill_parity as parity
 
-from tokenmill.kernels import MODE, attention, triton_kernels
+from attention_batches import paged_attention_reference
+from tokenmill.kernels import MODE, attention
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels.gpu.hopper import prefill
 from tokenmill.kernels.pages import Pages, plan_pages
 
 pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper alone")
@@ -22,14 +24,13 @@ pytestmark = pytest.mark.skipif(not hopper.is_here(), reason="made for Hopper al
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[QueryTiles]:
     """Tiles that the Hopper kernel took."""
-    module, seen = triton_kernels("hopper.prefill"), []
-    launch = module.launch
+    launch, seen = prefill.launch, []
 
     def counted(*rest: Any) -> None:
         seen.append(rest[4])
         launch(*rest)
 
-    monkeypatch.setattr(module, "launch", counted)
+    monkeypatch.setattr(prefill, "launch", counted)
     return seen
 
 
@@ -94,7 +95,7 @@ def test_large_sizes_follow_the_reference_in_a_graph(
     own = inputs(lens, contexts, heads, dim)
     found = attention.paged_attention(*own)
     q, k_cache, v_cache, batch, _ = own
-    expected = attention.paged_attention_reference(
+    expected = paged_attention_reference(
         q.float(), k_cache.float(), v_cache.float(), batch, heads[0]
     )
     assert len(launches) == 1
@@ -127,7 +128,7 @@ def test_prompts_over_an_fp8_cache_follow_the_reference(
     own = inputs(lens, contexts, heads, dim, unpacked=True)
     q, k_cache, v_cache, batch, _ = own
     found = attention.paged_attention(*own)
-    expected = attention.paged_attention_reference(
+    expected = paged_attention_reference(
         q.float(), k_cache.float(), v_cache.float(), batch, heads[0]
     )
     assert len(launches) == 1

@@ -10,7 +10,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import triton_sampling_parity
 
-from sampling_rows import logits_of, on_host, random_rows
+from sampling_rows import constrained_rows, logits_of, on_host, random_rows
 from tokenmill.engine.sampling.device_sampler import DeviceSampler
 
 
@@ -24,7 +24,7 @@ def test_kernels(check: str) -> None:
 def test_launches_do_not_wait_and_give_the_tokens_of_the_host(dtype: torch.dtype) -> None:
     sampler, agreed, total = DeviceSampler(), 0, 0
     for seed in range(12):
-        rows = random_rows(40, random.Random(seed))
+        rows = (random_rows, constrained_rows)[seed % 2](40, random.Random(seed))
         logits = logits_of(40, seed, dtype)
         on_gpu, last_ids = logits.cuda(), torch.zeros(40, dtype=torch.int32, device="cuda")
         if seed == 0:

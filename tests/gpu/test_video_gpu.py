@@ -1,6 +1,7 @@
 """Videos on a GPU: near those of the CPU, the same by the same seed, alone after a full memory."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from tokenmill.core.types import FinishReason, Request
 from tokenmill.core.video import VideoParams
-from tokenmill.kernels import bidirectional, rounded_attention, triton_kernels
+from tokenmill.kernels import bidirectional
+from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
 from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels.gpu.hopper import bidirectional as hopper_bidirectional
 from tokenmill.kernels.gpu.hopper.two_groups import Shape
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
@@ -129,15 +132,14 @@ def attention_inputs(case: tuple[int, int, int, int]) -> list[torch.Tensor]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The shapes of the Hopper kernel's launches so far."""
-    module, shapes = triton_kernels("hopper.bidirectional"), list[object]()
-    launch = module.launch
+    launch, shapes = hopper_bidirectional.launch, list[object]()
 
-    def counted(packed: object, out: torch.Tensor, *rest: object) -> None:
+    def counted(packed: Any, out: torch.Tensor, *rest: Any) -> None:
         out.fill_(torch.nan)  # every row must be written
         shapes.append(out.shape)
         launch(packed, out, *rest)
 
-    monkeypatch.setattr(module, "launch", counted)
+    monkeypatch.setattr(hopper_bidirectional, "launch", counted)
     return shapes
 
 
@@ -151,7 +153,7 @@ def test_attention_is_right_and_the_same_every_time(
     case: tuple[int, int, int, int], launches: list[object]
 ) -> None:
     q, k, v = attention_inputs(case)
-    expected = bidirectional.attend_reference(q.float(), k.float(), v.float())
+    expected = bidirectional.attend.reference(q.float(), k.float(), v.float())
     found = bidirectional.attend(q, k, v)
     assert error(found, expected) < 0.005
     assert all(torch.equal(bidirectional.attend(q, k, v), found) for _ in range(3))
@@ -163,17 +165,17 @@ def test_attention_is_right_and_the_same_every_time(
 @pytest.mark.parametrize("case", ATTENTION[:-1])
 def test_rounded_attention_errs_as_its_reference(
     case: tuple[int, int, int, int],
-    dtype: rounded_attention.AttentionType,
+    dtype: bidirectional.AttentionType,
     launches: list[object],
 ) -> None:
     q, k, v = attention_inputs(case)
-    rounding = rounded_attention.ROUNDINGS[dtype]
+    rounding = bidirectional.ROUNDINGS[dtype]
     assert rounding is not None
-    exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
-    expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
-    found = rounded_attention.attend_rounded(q, k, v, rounding)
+    exact = bidirectional.attend.reference(q.float(), k.float(), v.float())
+    expected = bidirectional.attend_rounded.reference(q, k, v, rounding)
+    found = bidirectional.attend_rounded(q, k, v, rounding)
     assert error(found, exact) < 1.2 * error(expected, exact) + 0.005
-    assert torch.equal(rounded_attention.attend_rounded(q, k, v, rounding), found)
+    assert torch.equal(bidirectional.attend_rounded(q, k, v, rounding), found)
     assert len(launches) == 2
 
 
@@ -181,13 +183,13 @@ def test_rounded_attention_errs_as_its_reference(
 @pytest.mark.parametrize("dtype", ["auto", "int8", "int8-fp8", "fp8"])
 @pytest.mark.parametrize(("stages", "turns"), [(2, True), (2, False), (3, True), (3, False)])
 def test_all_shapes_of_the_hopper_kernel_give_the_same_bits(
-    stages: int, turns: bool, dtype: rounded_attention.AttentionType
+    stages: int, turns: bool, dtype: bidirectional.AttentionType
 ) -> None:
     q, k, v = attention_inputs((5000, 4999, 4, 1))
-    module, kernel = triton_kernels("bidirectional"), triton_kernels("hopper.bidirectional")
-    rounding = rounded_attention.ROUNDINGS[dtype]
-    packed = module.pack(q, k, v, rounding) if rounding else module.plain(q, k, v)
+    rounding = bidirectional.ROUNDINGS[dtype]
+    pack = gpu_bidirectional
+    packed = pack.pack(q, k, v, rounding) if rounding else pack.plain(q, k, v)
     expected, found = torch.empty_like(q), torch.empty_like(q)
-    kernel.launch(packed, expected, k.shape[1])
-    kernel.launch(packed, found, k.shape[1], Shape(stages, turns))
+    hopper_bidirectional.launch(packed, expected, k.shape[1])
+    hopper_bidirectional.launch(packed, found, k.shape[1], Shape(stages, turns))
     assert torch.equal(found, expected)

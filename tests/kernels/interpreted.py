@@ -91,7 +91,7 @@ def _prepare() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(HERE))
+    sys.path += [str(HERE), str(HERE.parent)]
     _prepare()
     found = {
         each: {name: _fault(each, name) for name in importlib.import_module(each).CHECKS}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attention_batches import NUM_BLOCKS, make_batch
+from attention_batches import NUM_BLOCKS, make_batch, paged_attention_reference
+from tokenmill import kernels
 from tokenmill.kernels import MODE, attention
 
 SHAPES = [  # heads, kv_heads, dim, block_size, window
@@ -34,16 +35,14 @@ def test_matches_reference(
     cos_sin = torch.randn(512, dim)
     norms = (torch.rand(dim), torch.rand(dim)) if dim == 128 else None
     rest = (cos_sin, batch, heads, dim**-0.5, norms, 1e-6)
-    assert attention._compiled(k_cache)
+    assert attention.fits_cpu_tiles(v_cache)
     q = attention.rope_and_cache(qkv.clone(), k_cache, v_cache, *rest)
-    q_expected = attention.rope_and_cache_reference(qkv, k_expected, v_expected, *rest)
+    q_expected = attention.rope_and_cache.reference(qkv, k_expected, v_expected, *rest)
     torch.testing.assert_close(q, q_expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(k_cache, k_expected, atol=1e-5, rtol=torch.finfo(kind).eps)
     assert torch.equal(v_cache, v_expected)
     found = attention.paged_attention(q, k_cache, v_cache, batch, heads, window)
-    expected = attention.paged_attention_reference(
-        q_expected, k_expected, v_expected, batch, heads, window
-    )
+    expected = paged_attention_reference(q_expected, k_expected, v_expected, batch, heads, window)
     bound = 1e-5 if kind == torch.float32 else 5e-3  # products of an fp16 cache are in integers
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
@@ -89,7 +88,7 @@ def test_values_of_any_size_are_kept_in_fp16() -> None:
     v_cache = (torch.randn(NUM_BLOCKS, 2, 16, 32) * sizes).half()
     q = torch.randn(91, 6 * 32)
     found = attention.paged_attention(q, k_cache, v_cache, batch, 6)
-    expected = attention.paged_attention_reference(q, k_cache, v_cache, batch, 6)
+    expected = paged_attention_reference(q, k_cache, v_cache, batch, 6)
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 0.05 and error.mean() < 0.01
 
@@ -115,10 +114,10 @@ def test_reference_is_causal_attention() -> None:
     )
     qkv = torch.randn(length, 3 * heads * dim)
     no_rotation = torch.cat([torch.ones(64, dim // 2), torch.zeros(64, dim // 2)], 1)
-    q = attention.rope_and_cache_reference(
+    q = attention.rope_and_cache.reference(
         qkv, k_cache, v_cache, no_rotation, batch, heads, dim**-0.5
     )
-    found = attention.paged_attention_reference(q, k_cache, v_cache, batch, heads)
+    found = paged_attention_reference(q, k_cache, v_cache, batch, heads)
     q, k, v = qkv.view(length, 3, heads, dim).permute(1, 2, 0, 3)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(found, expected.transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
@@ -197,7 +196,8 @@ def test_blocks_that_hopper_takes(
 ) -> None:
     """A tile of 128 keys is whole blocks or lies in one of them."""
     gpu = pytest.importorskip("tokenmill.kernels.gpu.attention")
-    monkeypatch.setattr(gpu.hopper, "is_usable", lambda: True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda x: True)
+    monkeypatch.setattr(attention.hopper, "is_usable", lambda: True)
     plan = attention.plan_tiles(np.array([900]), 4, 8, True, np.array([0]))[0]
     q = torch.zeros(900, 32 * 128, dtype=torch.bfloat16)
     cache = torch.zeros(2, 8, block_size, 128, dtype=torch.bfloat16)

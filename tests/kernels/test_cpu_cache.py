@@ -48,3 +48,16 @@ def test_copies_that_start_together_compile_once_and_give_the_same_bits(tmp_path
     changed = start(tmp_path / "one", CODE.replace("+ scale", "- scale"), tmp_path)
     hit, other = changed.communicate()[0].split(" ", 1)
     assert hit == "0" and other != values[0]
+
+
+FULL = """
+import os
+os.statvfs = lambda path: os.statvfs_result((4096, 4096, 10**6, 0, 0, 0, 0, 0, 0, 255))
+"""
+
+
+@pytest.mark.skipif(not cpu_kernels(), reason="no compiled kernels here")
+def test_a_cache_on_a_full_disk_is_not_used(tmp_path: Path) -> None:
+    run = start(tmp_path / "one", FULL + CODE, tmp_path / "cache")
+    assert run.communicate()[0].startswith("0 [") and run.returncode == 0
+    assert not list((tmp_path / "cache").rglob("*.nbi"))

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels
+from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels import matmul as mm
+from tokenmill.kernels.rows import QuantizedRows, by_groups, quantize_rows
 
 needs_kernels = pytest.mark.skipif(not cpu_kernels(), reason="no compiled kernels here")
 
@@ -20,16 +21,16 @@ import hashlib, sys
 import torch
 sys.path.insert(0, sys.argv[1])
 from attention_batches import NUM_BLOCKS, make_batch
-from tokenmill.kernels import attention, matmul as mm, norm
+from tokenmill.kernels import attention, matmul as mm, rows
 torch.manual_seed(5)
 found = []
 for m, n, k in ((1, 40, 80), (2, 16, 48), (13, 96, 576), (131, 48, 64)):
     x, weight, bias = 3 * torch.randn(m, k), torch.randn(n, k), torch.randn(n)
     packed, half = (mm.pack(w, "int8", grouped=True) for w in (weight, weight[:, : k // 2]))
-    rows = norm.rms_norm(x, torch.rand(k), 1e-5, mm.by_groups(k))
-    gated = norm.act_and_mul(x, mm.by_groups(k // 2))
-    found += [mm.matmul(rows, packed, bias), mm.matmul(gated, half)]
-    found += [mm.matmul(x, mm.pack(weight, "fp32")), norm.act_and_mul(x)]
+    normed = rows.rms_norm(x, torch.rand(k), 1e-5, rows.by_groups(k))
+    gated = rows.act_and_mul(x, rows.by_groups(k // 2))
+    found += [mm.matmul(normed, packed, bias), mm.matmul(gated, half)]
+    found += [mm.matmul(x, mm.pack(weight, "fp32")), rows.act_and_mul(x)]
     found.append(packed.rows(torch.arange(n)))
 for dim, block_size, window in ((64, 16, 0), (48, 32, 70)):
     batch = make_batch([1, 70, 200], [37, 100, 0], block_size, 3)
@@ -56,8 +57,8 @@ def test_product_is_the_sum_over_groups(n: int, k: int) -> None:
     for m in (1, 2, 3, 6, 8, 13, 131):
         x, weight, bias = _operands(m, n, k)
         packed = mm.pack(weight, "int8", grouped=True)
-        rows = mm.quantize_rows(x, mm.by_groups(x.shape[1]))
-        expected = mm.matmul_reference(rows, packed, bias)
+        rows = quantize_rows(x, by_groups(x.shape[1]))
+        expected = mm.matmul.reference(rows, packed, bias)
         found = mm.matmul(rows, packed, bias)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
         start = torch.randn(m, n)
@@ -65,20 +66,21 @@ def test_product_is_the_sum_over_groups(n: int, k: int) -> None:
         torch.testing.assert_close(total, start + expected, atol=1e-4, rtol=1e-5)
 
 
-def _plain(rows: mm.QuantizedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(rows: QuantizedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounded rows as int16 and a scale, whichever way this machine keeps them."""
     if not cpu_kernels():
         return rows
-    plain: tuple[torch.Tensor, torch.Tensor] = compiled("groups").shifted_rows(*rows, k)
-    return plain
+    from tokenmill.kernels.cpu import groups
+
+    return groups.shifted_rows(*rows, k)
 
 
 def test_rows_are_rounded_as_the_reference_does() -> None:
     x = torch.randn(9, 80) * torch.logspace(-12, 12, 9)[:, None]
     x[3], x[4, :32], x[5, 1:64:4] = 0.0, 0.0, 1e-4 * x[5, 1:64:4]
-    rounding = mm.by_groups(80)
-    values, scales = _plain(mm.quantize_rows(x, rounding), 80)
-    expected = mm.quantize_rows_reference(x, rounding)
+    rounding = by_groups(80)
+    values, scales = _plain(quantize_rows(x, rounding), 80)
+    expected = quantize_rows.reference(x, rounding)
     torch.testing.assert_close(scales, expected.scales, atol=0, rtol=1e-6)
     apart = (values.int() - expected.values.int()).abs()
     assert (apart > 0).float().mean() < 0.01  # a tie after another rounding
@@ -94,7 +96,7 @@ def test_the_largest_sums_fit(k: int) -> None:
     x, weight = torch.full((2, k), 3.0), torch.ones(16, k)
     x[1], weight[1:] = -3.0, -1.0
     packed = mm.pack(weight, "int8", grouped=True)
-    found = mm.matmul(mm.quantize_rows(x, mm.by_groups(k)), packed)
+    found = mm.matmul(quantize_rows(x, by_groups(k)), packed)
     torch.testing.assert_close(found, x @ weight.T, rtol=1e-5, atol=0)
 
 
@@ -103,7 +105,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch() -> None:
     packed = mm.pack(weight, "int8", grouped=True)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        return mm.matmul(mm.quantize_rows(rows, mm.by_groups(x.shape[1])), packed)
+        return mm.matmul(quantize_rows(rows, by_groups(x.shape[1])), packed)
 
     together = product(x)
     for size in (1, 3, 7, 20):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention_batches import latent_attention_reference
 from tokenmill.kernels import mla
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.matmul import pack
@@ -41,7 +42,7 @@ def test_latent_cache(shape: tuple[int, int, int, int, bool]) -> None:
     kv = projected[:, heads * (nope + rope) :]
     rest = (torch.rand(latent), 1e-6, torch.randn(128, rope), batch, interleaved)
     expected = q.clone(), kv, ropes.clone(), latents.clone()
-    mla.latent_cache_reference(*expected, *rest)
+    mla.latent_cache.reference(*expected, *rest)
     mla.latent_cache(q, kv, ropes, latents, *rest)
     for found, wanted in zip((q, kv, ropes, latents), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -57,7 +58,7 @@ def test_latent_attention(shape: tuple[int, int, int, int, bool]) -> None:
     q = torch.randn(sum(lens), heads, nope + rope)
     q_latent = torch.randn(sum(lens), heads, latent)
     found = mla.latent_attention(q_latent, q, *caches, batch, 0.11)
-    expected = mla.latent_attention_reference(q_latent, q, *caches, batch, 0.11)
+    expected = latent_attention_reference(q_latent, q, *caches, batch, 0.11)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     for position in (0, 1, 16, 39):  # query by query, each alone
         row = sum(lens[:2]) + position

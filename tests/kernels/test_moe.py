@@ -6,7 +6,7 @@ import torch
 from tokenmill.kernels import moe
 from tokenmill.kernels.matmul import pack
 from tokenmill.kernels.moe import PackedExperts, Routing
-from tokenmill.kernels.norm import Activation, ClampedSwiGLU
+from tokenmill.kernels.rows import Activation, ClampedSwiGLU
 
 ROUTINGS = (
     Routing(2),
@@ -22,7 +22,7 @@ def test_route(routing: Routing, biased: bool) -> None:
     logits, bias = 3 * torch.randn(37, 16), torch.randn(16) if biased else None
     rest = (bias, routing, torch.randn(16))
     ids, weights = moe.route(logits, *rest)
-    expected_ids, expected_weights = moe.route_reference(logits, *rest)
+    expected_ids, expected_weights = moe.route.reference(logits, *rest)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     for size in (1, 4, 9):
@@ -99,12 +99,12 @@ def test_experts(dtype: str, hidden: int, inner: int, activation: Activation) ->
     x, ids = torch.randn(150, hidden), torch.randint(0, 4, (150, 2), dtype=torch.int32)
     ids[:140, 0] = 2  # more rows than a group takes; expert 4 has none
     found = moe.apply_experts(x, ids, gate_up, down, activation)
-    expected = moe.apply_experts_reference(x, ids, gate_up, down, activation)
+    expected = moe.apply_experts.reference(x, ids, gate_up, down, activation)
     assert torch.equal(found, expected)  # the same tiles, expert by expert
     weights, stream = torch.rand(150, 2), torch.randn(150, hidden)
     total, plain = stream.clone(), stream.clone()
     moe.add_choices(found, weights, total)
-    moe.add_choices_reference(expected, weights, plain)
+    moe.add_choices.reference(expected, weights, plain)
     torch.testing.assert_close(total, plain, atol=1e-5, rtol=1e-5)
     for rows in torch.arange(150).split(11):
         part = stream[rows].clone()

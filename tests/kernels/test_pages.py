@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from attention_batches import NUM_BLOCKS, make_batch
+from attention_batches import NUM_BLOCKS, make_batch, paged_attention_reference
 from tokenmill.kernels import pages
-from tokenmill.kernels.attention import paged_attention_reference, plan_tiles
+from tokenmill.kernels.attention import plan_tiles
 from tokenmill.kernels.pages import PagePlan, Pages, plan_pages, unpack_pages
 
 FP8 = torch.float8_e4m3fn

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tokenmill import kernels
 from tokenmill.kernels import matmul, product_trials
 from tokenmill.kernels.matmul import PackedWeight, adds_in_place
 from tokenmill.kernels.product_trials import MOST_ROWS, Way, by_lt, matmul_by_lt, trials
@@ -44,7 +45,7 @@ def test_both_ways_are_the_same_product() -> None:
 
 def test_what_adds_slowly_is_added_by_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a product alone is faster by cuBLAS, too."""
-    monkeypatch.setattr(matmul, "use_triton", lambda x, kernel="": True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda x: True)
 
     def times(ways: tuple[Way, Way], x: torch.Tensor, weight: torch.Tensor) -> list[float]:
         first, rows = ways[0], x.shape[0]
@@ -59,7 +60,7 @@ def test_what_adds_slowly_is_added_by_the_norm(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_cublaslt_computes_is_added_by_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "use_triton", lambda x, kernel="": True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda x: True)
     weight = PackedWeight(torch.randn(6, 5), None, 6, 5, tiled=False)
     with trials():
         assert not adds_in_place(torch.randn(8, 5), weight)

@@ -15,7 +15,6 @@ KERNELS = {
         "norm_pair",
         "act_and_mul",
         "quantize_rows",
-        "twice_rounded",
         "matmul",
         "batch_invariance",
         "matmul_parts",
@@ -66,8 +65,10 @@ KERNELS = {
     ),
     "triton_prefill_parity": ("prompts", "drawn_prompts", "neighbours"),
     "triton_gated_parity": ("gated", "drawn_gated"),
-    "triton_embedding_parity": ("lookup", "write", "constants"),
-    "triton_sampling_parity": ("argmax", "not_finite", "sample", "ties", "capacity", "adjust"),
+    "triton_embedding_parity": ("lookup", "write"),
+    "triton_sampling_parity": (
+        *("argmax", "not_finite", "sample", "ties", "capacity", "adjust", "masks"),
+    ),
 }
 
 

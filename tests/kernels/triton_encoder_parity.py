@@ -8,9 +8,10 @@ from dataclasses import replace
 import gluon_emulator
 import torch
 
+import tokenmill.kernels
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.engine.graphs.encoder_graphs import EncoderGraphs
-from tokenmill.kernels import MODE, norm, segments
+from tokenmill.kernels import MODE, rows, segments
 from tokenmill.kernels.gpu import dependent, hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu import segments as gpu_segments
@@ -28,7 +29,7 @@ def check_layer_norm(device: str) -> None:
         weight, bias = torch.randn(2, k, device=device)
         own = x.clone()
         for added in (None, delta):
-            expected = norm.layer_norm_reference(x, weight, bias, 1e-6, added)
+            expected = rows.layer_norm.reference(x, weight, bias, 1e-6, added)
             found = gpu_rows.layer_norm(own, weight, bias, 1e-6, added)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             assert torch.equal(own, x)
@@ -38,7 +39,7 @@ def check_rotate_heads(device: str) -> None:
     for heads, dim in ((2, 8), (3, 20), (4, 72)):
         qkv, turns = torch.randn(5, 3 * heads * dim), torch.randn(5, dim)
         own = qkv.clone().to(device)
-        segments.rotate_heads_reference(qkv, turns, heads, dim**-0.5)
+        segments.rotate_heads.reference(qkv, turns, heads, dim**-0.5)
         gpu_segments.rotate_heads(own, turns.to(device), heads, dim**-0.5)
         torch.testing.assert_close(own.cpu(), qkv)
 
@@ -49,7 +50,7 @@ def check_segment_attention(device: str) -> None:
         qkv = torch.randn(sum(lens), 3 * heads * dim, device=device)
         qkv[:, : heads * dim] *= dim**-0.5
         plan = segments.plan_segments(lens, qkv.device)
-        expected = segments.segment_attention_reference(qkv, plan, heads)
+        expected = segments.segment_attention.reference(qkv, plan, heads)
         for tma in (False, True) if device == "cpu" else (False, dependent.enabled()):
             found = gpu_segments.attend(qkv, plan, heads, gpu_segments.Tile(32, 4, 1), tma)
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -70,7 +71,7 @@ def check_hopper_segments(device: str) -> None:
         plan = segments.plan_segments(lens, qkv.device)
         plan = replace(plan, tiles=torch.nn.functional.pad(plan.tiles, (0, 0, 0, 1)))
         used = qkv[: sum(lens)]
-        expected = segments.segment_attention_reference(used.float(), plan, heads)
+        expected = segments.segment_attention.reference(used.float(), plan, heads)
         shape = Shape(2 + number % 2, number % 2 == 0)
         found = hopper_segments(qkv, plan, heads, shape)[: sum(lens)].float()
         assert (found - expected).norm() / expected.norm() < 0.005, lens
@@ -111,7 +112,7 @@ def _attended(qkv: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
 def check_encoder(device: str) -> None:
     """Three images of different sizes in one call; the kernels, and torch's operations."""
     if device == "cpu":
-        norm.use_triton = segments.use_triton = lambda *_: MODE.fused  # type: ignore[attr-defined]
+        tokenmill.kernels.on_gpu = lambda x: x.dim() > 1  # but what is packed in tiles for a CPU
     spec = VisionSpec(
         depth=2, hidden_size=2 * 72, intermediate_size=80, num_heads=2, in_channels=3,
         patch_size=4, temporal_patch_size=2, merge_size=2, out_size=32, grid_side=6,

@@ -9,7 +9,7 @@ from gluon_emulator import Descriptor, Pointer
 
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.hopper import gated
-from tokenmill.kernels.norm import act_and_mul_reference
+from tokenmill.kernels.rows import act_and_mul
 
 LIMIT = 0.004  # of results in bf16
 NUM_DRAWN = 8
@@ -46,7 +46,7 @@ def check(case: Case, device: str) -> None:
     """Every element is written, and right."""
     x, weight = inputs(case, device)
     found = gated.gated_product(x, weight) if device == "cuda" else emulated(case, x, weight)
-    expected = act_and_mul_reference(x.float() @ weight.float().T)
+    expected = act_and_mul.reference(x.float() @ weight.float().T)
     assert isinstance(expected, torch.Tensor)
     error = float((found.float() - expected).norm() / expected.norm())
     assert error < LIMIT, (case, error)

@@ -37,7 +37,7 @@ def check_attention(device: str) -> None:
         gpu.ATTENTION = gpu.AttentionShape(ahead=ahead)
         for queries in (q, q[n:]):
             parts = queries, k[:n], v[:n], k[n:], v[n:], rows, 7
-            expected = hstu.silu_attention_reference(*parts)
+            expected = hstu.silu_attention.reference(*parts)
             assert expected.abs().max() > 1
             close(gpu.silu_attention(*parts), expected, device)
     gpu.ATTENTION = gpu.AttentionShape()
@@ -50,7 +50,7 @@ def check_history_alone(device: str) -> None:
     rows = hstu.Jagged([0, 130], [0, 0], tiles, len(targets))
     q, k, v = torch.randn(3, 130, 1, 16, device=device).unbind()
     parts = q, k, v, k[130:], v[130:], rows, 130
-    close(gpu.silu_attention(*parts), hstu.silu_attention_reference(*parts), device)
+    close(gpu.silu_attention(*parts), hstu.silu_attention.reference(*parts), device)
 
 
 def norm_of(width: int, device: str) -> hstu.AffineNorm:
@@ -65,7 +65,7 @@ def check_norm_uvqk(device: str) -> None:
     weight, bias = torch.randn(64, 64, device=device) / 8, torch.randn(64, device=device)
     product = hstu.NormProduct(norm_of(64, device), weight, bias)
     for gated in (16, 0):
-        expected = hstu.norm_uvqk_reference(x, product, gated)
+        expected = hstu.norm_uvqk.reference(x, product, gated)
         close(gpu.norm_uvqk(x, product, gated), expected, device)
 
 
@@ -74,7 +74,7 @@ def check_gate_output(device: str) -> None:
     u, o, x = wide[:, :32], torch.randn(35, 32, device=device), torch.randn(35, 48, device=device)
     weight = torch.randn(96, 48, device=device) / 8
     norm = norm_of(32, device)
-    expected = hstu.gate_output_reference(x, u, o, norm, weight)
+    expected = hstu.gate_output.reference(x, u, o, norm, weight)
     close(gpu.gate_output(x, u, o, norm, weight), expected, device)
 
 
@@ -83,7 +83,7 @@ def check_gate_rows(device: str) -> None:
     sizes = 10.0 ** torch.arange(-3, 4, device=device)[:, None]
     u = torch.randn(7, 96, device=device)[:, :48] * sizes
     o, norm = (torch.randn(7, 48, device=device) + 1) * sizes.flip(0), norm_of(48, device)
-    found, expected = gpu.gate_rows(u, o, norm), hstu.gate_rows_reference(u, o, norm)
+    found, expected = gpu.gate_rows(u, o, norm), hstu.gate_rows.reference(u, o, norm)
     torch.testing.assert_close(found.scales, expected.scales, rtol=TOLERANCE[device], atol=0.0)
     torch.testing.assert_close(found.values.float(), expected.values.float(), atol=0.02, rtol=0.13)
 
@@ -99,7 +99,7 @@ def check_input_rows(device: str) -> None:
 
     ids = hstu.RowIds(order, some(5, 12), some(8, 8), some(11, 14), some(7, 14))
     parts = items, norm_of(d, device), 1e-5, tables, ids, 3.5
-    expected = hstu.input_rows_reference(*parts)
+    expected = hstu.input_rows.reference(*parts)
     close(gpu.input_rows(*parts), expected, device)
     lines = tables.positions[ids.positions] + tables.times[ids.times]
     close(expected[[0, 4]], tables.context * 3.5 + lines[[0, 4]], device)
@@ -107,7 +107,7 @@ def check_input_rows(device: str) -> None:
 
 def check_swish_norm(device: str) -> None:
     x, norm = torch.randn(7, 48, device=device) * 2 + 1, norm_of(48, device)
-    close(gpu.swish_norm(x, norm, 1e-5), hstu.swish_norm_reference(x, norm, 1e-5), device)
+    close(gpu.swish_norm(x, norm, 1e-5), hstu.swish_norm.reference(x, norm, 1e-5), device)
 
 
 CHECKS = {

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from triton_parity import BLOCKS, _cpu_batch, batch_invariant_mode, make_batch
 
+from attention_batches import latent_attention_reference
+from tokenmill import kernels
 from tokenmill.kernels import MODE, mla, moe
 from tokenmill.kernels import matmul as mm
+from tokenmill.kernels.gpu import expert_tiles
 from tokenmill.kernels.gpu import mla as gpu_mla
 from tokenmill.kernels.gpu import moe as gpu_moe
 from tokenmill.kernels.gpu import mxfp4 as gpu_mxfp4
 from tokenmill.kernels.moe import PackedExperts, Routing
-from tokenmill.kernels.norm import ClampedSwiGLU
+from tokenmill.kernels.rows import ClampedSwiGLU
 
 TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
 
@@ -32,7 +35,7 @@ def check_route(device: str) -> None:
         logit_bias = None if biased else torch.randn(experts, device=device)
         rest = (bias, routing, logit_bias)
         ids, weights = gpu_moe.route(logits, *rest)
-        expected_ids, expected_weights = moe.route_reference(logits, *rest)
+        expected_ids, expected_weights = moe.route.reference(logits, *rest)
         assert ids.dtype == torch.int32 and torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights)
 
@@ -41,7 +44,7 @@ def check_sort_by_expert(device: str) -> None:
     """Every row is in a tile of its expert once, and tiles do not mix experts."""
     for tokens, top_k, experts in ((1, 2, 8), (9, 3, 5), (60, 8, 256), (300, 2, 3), (400, 4, 6)):
         ids = torch.rand(tokens, experts).pow(2).topk(top_k, dim=1)[1].int().to(device)
-        tiles = gpu_moe.sort_by_expert(ids, experts)
+        tiles = expert_tiles.sort_by_expert(ids, experts)
         used = int(tiles.num_used)
         assert 0 < used <= tiles.most
         seen, flat = [], ids.flatten().tolist()
@@ -76,8 +79,8 @@ def check_experts(device: str) -> None:
         weights = torch.rand(tokens, top_k, device=device)
         own, expected = start.clone(), start.clone()
         gpu_moe.add_choices(gpu_moe.apply_experts(x, ids, gate_up, down), weights, own)
-        results = moe.apply_experts_reference(x, ids, gate_up, down)
-        moe.add_choices_reference(results, weights, expected)
+        results = moe.apply_experts.reference(x, ids, gate_up, down)
+        moe.add_choices.reference(results, weights, expected)
         if dtype == "fp8":
             rounded = expected.norm() * 2**-8  # both sums are rounded to bf16 once
             assert (own - expected).norm() < 0.02 * (expected - start).norm() + rounded
@@ -109,7 +112,7 @@ def check_latent_cache(device: str) -> None:
         ropes, latents, turned = rope_cache.clone(), latent_cache.clone(), q.clone()
         as_stored = ropes.mT.contiguous() if device == "cpu" else ropes  # a CPU's keys by channel
         rest = (norm, 1e-6, cos_sin, batch, interleaved)
-        mla.latent_cache_reference(turned, kv, as_stored, latents, *rest)
+        mla.latent_cache.reference(turned, kv, as_stored, latents, *rest)
         gpu_mla.latent_cache(q, kv, rope_cache, latent_cache, *rest)
         torch.testing.assert_close(q, turned)
         torch.testing.assert_close(latent_cache, latents)
@@ -122,13 +125,12 @@ def check_latent_attention(device: str) -> None:
         MODE.batch_invariant = invariant
         batch, rope_cache, latent_cache, q, _ = _latent_inputs(shape, device)
         q_latent = torch.randn(*q.shape[:2], shape[3], device=device)
-        expected = mla.latent_attention_reference(
+        expected = latent_attention_reference(
             q_latent.cpu(), q.cpu(), rope_cache.mT.cpu(), latent_cache.cpu(), _cpu_batch(batch),
             0.11,
         )  # fmt: skip
         out = torch.empty_like(expected, device=device)
-        for tiles in batch.tiles:
-            gpu_mla.latent_attention(q_latent, q, out, rope_cache, latent_cache, tiles, batch, 0.11)
+        gpu_mla.attend_latent(q_latent, q, out, batch, rope_cache, latent_cache, 0.11)
         torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
         MODE.batch_invariant = False
 
@@ -164,13 +166,13 @@ def check_mxfp4(device: str) -> None:
         if top_k == 1:
             ids.fill_(1)
         stored = (gate_up[0], down[0])
-        expected = moe.apply_experts_reference(x, ids, *stored, ClampedSwiGLU())
+        expected = moe.apply_experts.reference(x, ids, *stored, ClampedSwiGLU())
         own = gpu_moe.apply_experts(x, ids, gate_up[1], down[1], ClampedSwiGLU())
         assert (own.dim() == 3) == (top_k > 1)  # in parts, to be added up with the choices
         limit, weights = TOLERANCE[device], torch.rand(tokens, top_k, device=device)
         found, total = torch.zeros(2, tokens, hidden, device=device)
         gpu_moe.add_choices(own, weights, found)
-        moe.add_choices_reference(expected, weights, total)
+        moe.add_choices.reference(expected, weights, total)
         assert (found - total).norm() < limit * total.norm()
 
 
@@ -181,7 +183,7 @@ def check_biased_experts(device: str) -> None:
     x = torch.randn(21, 64, device=device)
     ids = torch.rand(21, 4, device=device).topk(2, dim=1)[1].int()
     rest = (x, ids, gate_up, down, ClampedSwiGLU(1.5, 2.0))
-    expected, limit = moe.apply_experts_reference(*rest), TOLERANCE[device]
+    expected, limit = moe.apply_experts.reference(*rest), TOLERANCE[device]
     torch.testing.assert_close(gpu_moe.apply_experts(*rest), expected, atol=limit, rtol=limit)
 
 
@@ -203,17 +205,17 @@ def check_experts_own_bits(device: str) -> None:
         moe.add_choices(results, weights, part)
         return part
 
-    by_triton, few, split = moe.use_triton, gpu_moe.FEW_ROWS, gpu_mxfp4.SPLIT_TILES
-    moe.use_triton = lambda *_: True
+    by_triton, few, split = kernels.on_gpu, expert_tiles.FEW_ROWS, gpu_mxfp4.SPLIT_TILES
+    kernels.on_gpu = lambda x: True
     gpu_mxfp4.SPLIT_TILES = 6  # few rows would share their channels, many would not
     with batch_invariant_mode():
         together = add_experts(slice(None))
         for rows in (slice(1), slice(7, 12), slice(20, 40)):
             assert torch.equal(add_experts(rows), together[rows]), rows
-        gpu_moe.FEW_ROWS = 0  # the sort of many rows
+        expert_tiles.FEW_ROWS = 0  # the sort of many rows
         assert torch.equal(add_experts(slice(None)), together)
     assert not torch.equal(add_experts(slice(1)), together[:1])
-    moe.use_triton, gpu_moe.FEW_ROWS, gpu_mxfp4.SPLIT_TILES = by_triton, few, split
+    kernels.on_gpu, expert_tiles.FEW_ROWS, gpu_mxfp4.SPLIT_TILES = by_triton, few, split
 
 
 CHECKS = {

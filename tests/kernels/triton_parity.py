@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from tokenmill.kernels import MODE, attention, blocks, drafts, norm, pages
+import tokenmill.kernels
+from attention_batches import paged_attention_reference
+from tokenmill.kernels import MODE, attention, blocks, drafts, pages, rows
 from tokenmill.kernels import matmul as mm
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles, plan_tiles
 from tokenmill.kernels.gpu import attention as gpu_attention
@@ -24,12 +26,12 @@ from tokenmill.kernels.gpu import matmul as gpu_matmul
 from tokenmill.kernels.gpu import pages as gpu_pages
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu import spread as gpu_spread
-from tokenmill.kernels.matmul import FP8, QuantizedRows
+from tokenmill.kernels.rows import FP8, QuantizedRows
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 
-ACTIVATIONS: tuple[norm.Activation, ...] = ("silu", "gelu_tanh")
-CLAMPED = norm.ClampedSwiGLU(1.5, 2.0)
+ACTIVATIONS: tuple[rows.Activation, ...] = ("silu", "gelu_tanh")
+CLAMPED = rows.ClampedSwiGLU(1.5, 2.0)
 BLOCKS = 64
 DOT_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}  # tf32 on a GPU
 NARROW = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -102,7 +104,7 @@ def check_place_tokens(device: str) -> None:
         rows = torch.randint(0, 7, (count,), dtype=torch.int32, device=device)
         last = torch.randint(0, 1000, (7,), dtype=torch.int32, device=device)
         arguments = (staged, positions, rows, tables, last, 16)
-        expected = attention.place_tokens_reference(*arguments)
+        expected = attention.place_tokens.reference(*arguments)
         for ours, theirs in zip(gpu_attention.place_tokens(*arguments), expected, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -117,18 +119,18 @@ def check_drafts(device: str) -> None:
         base, capacities = integers(70, count), integers(5, count) * 16
         for offset, width in ((0, depth + 1), (2, 1)):
             arguments = (base, rows, capacities, tables, offset, width, 16, 72, BLOCKS - 1)
-            expected = drafts.place_drafts_reference(*arguments)
+            expected = drafts.place_drafts.reference(*arguments)
             for ours, theirs in zip(gpu_drafts.place_drafts(*arguments), expected, strict=True):
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         tokens, ids = integers(2, count, depth + 1), integers(2, count, depth + 1)
         counts = integers(depth + 1, count)
-        expected = drafts.accept_drafts_reference(tokens, ids, counts, base)
+        expected = drafts.accept_drafts.reference(tokens, ids, counts, base)
         found = gpu_drafts.accept_drafts(tokens, ids, counts, base)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         state = [(ids.clone(), base.clone(), counts.clone()) for _ in range(2)]
         guesses = integers(99, count, depth)
-        advance = drafts.advance_drafts_reference, gpu_drafts.advance_drafts
+        advance = drafts.advance_drafts.reference, gpu_drafts.advance_drafts
         packed = [
             each(tokens, guesses, found[1], *own, capacities, 72)
             for each, own in zip(advance, state, strict=True)
@@ -150,18 +152,19 @@ def check_copy_blocks(device: str) -> None:
             own.copy_(other)
         pairs = torch.stack([torch.randperm(9)[:count] for _ in range(2)]).to(device)
         gpu_blocks.copy_blocks(blocks.block_regions(sources, ours), pairs)
-        blocks.copy_blocks_reference(blocks.block_regions(sources, theirs), pairs)
+        blocks.copy_blocks.reference(blocks.block_regions(sources, theirs), pairs)
         for own, other in zip(ours, theirs, strict=True):
             assert torch.equal(own, other)
 
 
-def assert_same_rows(found: tuple, expected: torch.Tensor | QuantizedRows) -> None:
+def assert_same_rows(
+    found: torch.Tensor | QuantizedRows, expected: torch.Tensor | QuantizedRows
+) -> None:
     """Equal rows; a few fp8 values may round to the neighbour."""
-    values, scales = found
     if isinstance(expected, torch.Tensor):
-        assert scales is None
-        torch.testing.assert_close(values, expected)
+        torch.testing.assert_close(found, expected)
         return
+    values, scales = found
     torch.testing.assert_close(scales, expected.scales)
     torch.testing.assert_close(values.float(), expected.values.float(), atol=0.002, rtol=0.13)
     assert (values.float() != expected.values.float()).float().mean() < 0.01
@@ -175,7 +178,7 @@ def check_unpack(device: str) -> None:
         rows = torch.randint(0, 4, (7,), dtype=torch.int32, device=device)
         columns = torch.randint(0, 5, (7,), dtype=torch.int32, device=device)
         arguments = k_cache, v_cache, tables, rows, columns
-        expected = pages.unpack_reference(*arguments)
+        expected = pages.unpack.reference(*arguments)
         for ours, theirs in zip(gpu_pages.unpack(*arguments), expected, strict=True):
             assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
 
@@ -185,11 +188,11 @@ def check_rms_norm(device: str) -> None:
         for rounding in (None, FP8):
             x, delta = torch.randn(2, m, k, device=device)
             weight, own = torch.rand(k, device=device), x.clone()
-            expected = norm.rms_norm_reference(x, weight, 1e-5, rounding)
-            assert_same_rows(gpu_rows.rms_norm(own, weight, 1e-5, bool(rounding)), expected)
+            expected = rows.rms_norm.reference(x, weight, 1e-5, rounding)
+            assert_same_rows(gpu_rows.rms_norm(own, weight, 1e-5, rounding), expected)
             assert torch.equal(own, x)
-            expected = norm.rms_norm_reference(x, weight, 1e-5, rounding, delta)
-            assert_same_rows(gpu_rows.rms_norm(own, weight, 1e-5, bool(rounding), delta), expected)
+            expected = rows.rms_norm.reference(x, weight, 1e-5, rounding, delta)
+            assert_same_rows(gpu_rows.rms_norm(own, weight, 1e-5, rounding, delta), expected)
             assert torch.equal(own, x)
 
 
@@ -198,7 +201,7 @@ def check_norm_pair(device: str) -> None:
         a, b = torch.randn(2, m, k, device=device)
         weights = torch.rand(2, k, device=device)
         halves = zip((a, b), weights, strict=True)
-        expected = torch.cat([norm.rms_norm_reference(x, w, 1e-5) for x, w in halves], dim=1)
+        expected = torch.cat([rows.rms_norm.reference(x, w, 1e-5) for x, w in halves], dim=1)
         found = gpu_rows.norm_pair(a, b, *weights, 1e-5)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -207,8 +210,8 @@ def check_act_and_mul(device: str) -> None:
     for m, k in ((1, 16), (5, 100), (3, 1500), (2, 2500)):
         x = 3 * torch.randn(m, 2 * k, device=device)
         for rounding, activation in itertools.product((None, FP8), (*ACTIVATIONS, CLAMPED)):
-            found = gpu_rows.act_and_mul(x, bool(rounding), None, activation)
-            assert_same_rows(found, norm.act_and_mul_reference(x, rounding, activation))
+            found = gpu_rows.act_and_mul(x, rounding, activation)
+            assert_same_rows(found, rows.act_and_mul.reference(x, rounding, activation))
 
 
 def check_quantize_rows(device: str) -> None:
@@ -217,31 +220,9 @@ def check_quantize_rows(device: str) -> None:
             device
         )
         x[-1] = 0.0
-        found = gpu_rows.quantize_rows(x)
-        assert_same_rows(found, mm.quantize_rows_reference(x, FP8))
+        found = gpu_rows.quantize_rows(x, FP8)
+        assert_same_rows(found, rows.quantize_rows.reference(x, FP8))
         assert torch.equal(found[0][-1].float(), torch.zeros(k, device=device))
-
-
-def check_twice_rounded(device: str) -> None:
-    """Some channels come again: what they lost, and what they became."""
-    for k, count in ((100, 8), (256, 64), (512, 128), (576, 128), (1536, 128)):
-        x, up, weight = torch.randn(3, k), torch.randn(3, k), torch.rand(k)
-        channels = torch.randperm(k)[:count].int().to(device)
-        gate_up = torch.cat([x, up], 1)
-        rows, gain = x.to(device), weight.to(device)
-        for exact, (values, scales) in (
-            (norm.rms_norm_reference(x, weight, 1e-5), gpu_rows.rms_norm(
-                rows, gain, 1e-5, True, None, channels)),
-            (norm.act_and_mul_reference(gate_up), gpu_rows.act_and_mul(
-                gate_up.to(device), True, channels)),
-            (x, gpu_rows.quantize_rows(rows, channels)),
-        ):  # fmt: skip
-            codes, lost, again = values.float().split([k, count, count], dim=1)
-            assert torch.equal(codes[:, channels.long()], again)
-            restored = ((again + lost) * scales[:, None]).cpu()
-            picked = exact[:, channels.long().cpu()]
-            torch.testing.assert_close(restored, picked, rtol=2**-7, atol=1e-4)
-            assert not torch.allclose((again * scales[:, None]).cpu(), picked, rtol=2**-6)
 
 
 def _product(
@@ -251,7 +232,7 @@ def _product(
     x, start = torch.randn(m, k, device=device), torch.randn(m, n, device=device)
     dense, bias = torch.randn(n, k, device=device) / k**0.5, torch.randn(n, device=device)
     if dtype == "fp8":
-        return mm.quantize_rows_reference(x, FP8), mm.pack(dense, "fp8", device), bias, start
+        return rows.quantize_rows.reference(x, FP8), mm.pack(dense, "fp8", device), bias, start
     return x, mm.PackedWeight(dense, None, n, k, tiled=False), bias, start
 
 
@@ -259,27 +240,29 @@ def _check_product(product: Any, shapes: tuple, device: str) -> None:
     for m, n, k in shapes:
         for dtype in ("fp32", "fp8"):
             x, weight, bias, start = _product(m, n, k, dtype, device)
-            expected = mm.matmul_reference(x, weight, bias)
+            expected = mm.matmul.reference(x, weight, bias)
             tolerance = DOT_TOLERANCE[device] if dtype == "fp32" else 1e-2
             close = {"atol": tolerance, "rtol": tolerance}
             torch.testing.assert_close(product(x, weight, bias), expected, **close)
-            total, own = mm.matmul_reference(x, weight, None, start.clone()), start.clone()
+            total, own = mm.matmul.reference(x, weight, None, start.clone()), start.clone()
             assert product(x, weight, None, own) is own
             torch.testing.assert_close(own, total, **close)
 
 
 def check_matmul(device: str) -> None:
-    _check_product(gpu_matmul.matmul, ((1, 48, 64), (150, 300, 200), (130, 128, 33)), device)
+    _check_product(
+        gpu_matmul.matmul_by_tiles, ((1, 48, 64), (150, 300, 200), (130, 128, 33)), device
+    )
 
 
 def check_batch_invariance(device: str) -> None:
     for dtype in ("fp32", "fp8"):
         x, weight, bias, _ = _product(300, 200, 320, dtype, device)
-        together = gpu_matmul.matmul(x, weight, bias)
+        together = gpu_matmul.matmul_by_tiles(x, weight, bias)
         starts = (0,) if device == "cpu" else (0, 7, 100)  # BLAS rounds by the place in the tile
-        for rows in (slice(i, i + size) for i in starts for size in (1, 3, 130)):
-            part = QuantizedRows(*(t[rows] for t in x)) if dtype == "fp8" else x[rows]
-            assert torch.equal(gpu_matmul.matmul(part, weight, bias), together[rows])
+        for own in (slice(i, i + size) for i in starts for size in (1, 3, 130)):
+            part = QuantizedRows(*(t[own] for t in x)) if dtype == "fp8" else x[own]
+            assert torch.equal(gpu_matmul.matmul_by_tiles(part, weight, bias), together[own])
 
 
 def check_matmul_parts(device: str) -> None:
@@ -287,7 +270,7 @@ def check_matmul_parts(device: str) -> None:
     for m, n, k in ((5, 40, 320), (70, 150, 1024)):
         x, weight, _, start = _product(m, n, k, "fp32", device)
         whole = gpu_matmul.matmul_parts(x, weight, mm.SUM_PARTS)
-        expected = mm.matmul_reference(x, weight)
+        expected = mm.matmul.reference(x, weight)
         close = {"atol": DOT_TOLERANCE[device], "rtol": DOT_TOLERANCE[device]}
         torch.testing.assert_close(whole, expected, **close)
         own = start.clone()
@@ -314,15 +297,15 @@ def check_skinny_matmul(device: str) -> None:
     for m, n, k in shapes:
         x, weight, bias, _ = _product(m, 2 * n, k, "fp32", device)
         gain = torch.rand(k, device=device)
-        dense = norm.rms_norm_reference(x, gain, 1e-5)
-        expected = mm.matmul_reference(dense, weight, bias)
+        dense = rows.rms_norm.reference(x, gain, 1e-5)
+        expected = mm.matmul.reference(dense, weight, bias)
         found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         alone = gpu_matmul.skinny_matmul(x[:1], weight, bias, norm=(gain, 1e-5))
         assert torch.equal(alone, found[:1])  # whatever rows are beside it
         for activation in ACTIVATIONS:
-            gated = norm.act_and_mul_reference(expected, None, activation)
-            found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gated=activation)
+            gated = rows.act_and_mul.reference(expected, None, activation)
+            found = gpu_matmul.skinny_matmul(x, weight, bias, norm=(gain, 1e-5), gate=activation)
             torch.testing.assert_close(found, gated, atol=1e-4, rtol=1e-4)
 
 
@@ -349,7 +332,7 @@ def _run_layers(dtype: str, x: torch.Tensor, attended: torch.Tensor) -> list[tor
     stream, results = Residual(x.clone(), 1e-5), []
     plain = (None, None, *torch.rand(2, hidden, dtype=x.dtype).to(device))
     gains = 1.0 + torch.rand(4, hidden, device=device)  # Gemma's: in fp32, and of what is added
-    layers: tuple[tuple[norm.Activation, Any], ...] = (("silu", plain), ("gelu_tanh", gains))
+    layers: tuple[tuple[rows.Activation, Any], ...] = (("silu", plain), ("gelu_tanh", gains))
     for activation, (post_norm, mlp_post_norm, before, mlp_norm) in layers:
         results.append(stream.project(before, linear(outputs, hidden)))
         stream.add(linear(hidden, hidden), attended, norm=post_norm)
@@ -362,11 +345,11 @@ def _run_layers(dtype: str, x: torch.Tensor, attended: torch.Tensor) -> list[tor
 def check_layers(device: str) -> None:
     """Whatever kernels the number of rows leads to give what the references give."""
     if device == "cpu":
-        mm.use_triton = norm.use_triton = lambda *_: MODE.fused
-    for dtype, rows, invariant in itertools.product(("bf16", "fp8"), (1, 3, 9, 70), (False, True)):
-        if device == "cpu" and (invariant if dtype == "bf16" else rows == 70):
+        tokenmill.kernels.on_gpu = lambda x: True
+    for dtype, count, invariant in itertools.product(("bf16", "fp8"), (1, 3, 9, 70), (False, True)):
+        if device == "cpu" and (invariant if dtype == "bf16" else count == 70):
             continue  # the interpreter takes long
-        x, attended = torch.randn(2, rows, 32 if device == "cpu" else 64, device=device).bfloat16()
+        x, attended = torch.randn(2, count, 32 if device == "cpu" else 64, device=device).bfloat16()
         MODE.fused = False
         expected = _run_layers(dtype, x, attended)
         MODE.fused, MODE.batch_invariant = True, invariant
@@ -416,25 +399,16 @@ def _check_rope(shape: tuple, dtype: torch.dtype, device: str) -> None:
     qkv, k_cache, v_cache = (x.to(dtype) for x in (qkv, k_cache, v_cache))
     k_expected, v_expected, own = k_cache.float(), v_cache.clone(), qkv.clone()
     by_channel = k_expected.mT.contiguous()  # the layout of a CPU
-    expected = attention.rope_and_cache_reference(
+    expected = attention.rope_and_cache.reference(
         qkv.float(), by_channel if device == "cpu" else k_expected, v_expected, cos_sin, batch,
         heads, dim**-0.5, norms, 1e-6,
     )  # fmt: skip
     if device == "cpu":
         k_expected = by_channel.mT
-    gpu_attention.rope_and_cache(
-        own,
-        k_cache,
-        v_cache,
-        cos_sin,
-        batch.positions,
-        batch.slots,
-        heads,
-        dim**-0.5,
-        norms,
-        1e-6,
+    found = gpu_attention.rope_and_cache(
+        own, k_cache, v_cache, cos_sin, batch, heads, dim**-0.5, norms, 1e-6
     )
-    torch.testing.assert_close(own[:, : heads * dim], expected.to(dtype))
+    torch.testing.assert_close(found, expected.to(dtype))
     torch.testing.assert_close(k_cache, k_expected.to(dtype))
     assert torch.equal(own[:, heads * dim :], qkv[:, heads * dim :])
     assert torch.equal(v_cache, v_expected)
@@ -445,7 +419,7 @@ def check_spread_own_bits(device: str) -> None:
     for shape in WIDE_SHAPES[:2]:
         heads, _, dim = shape[:3]
         batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device, FEW[:2])
-        rest = (cos_sin, batch.positions, batch.slots, heads, dim**-0.5, norms, 1e-6)
+        rest = (cos_sin, batch, heads, dim**-0.5, norms, 1e-6)
         found = []
         for programs in (len(qkv) * 7, len(qkv) * 3, 1):  # one tile, two and all of seven
             gpu_spread.PROGRAMS, usual = programs, gpu_spread.PROGRAMS
@@ -468,7 +442,7 @@ def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str)
     heads, _, dim = shape[:3]
     batch, k_cache, v_cache, qkv, cos_sin, norms = _inputs(shape, device, FEW)
     fp8_k, fp8_v = (cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache))
-    rest = (cos_sin, batch.positions, batch.slots, heads, dim**-0.5, norms, 1e-6)
+    rest = (cos_sin, batch, heads, dim**-0.5, norms, 1e-6)
     own, plain = qkv.clone(), qkv.clone()
     gpu_attention.rope_and_cache(own, fp8_k, fp8_v, *rest)
     gpu_attention.rope_and_cache(plain, k_cache, v_cache, *rest)
@@ -482,7 +456,7 @@ def _check_spread_keys(shape: tuple[int, int, int, int, int, bool], device: str)
     torch.testing.assert_close(spread, rotated @ matrix, rtol=2e-3, atol=2e-3)
     by_channel = torch.zeros_like(k_cache, dtype=torch.float8_e4m3fn)
     by_channel = by_channel if device != "cpu" else by_channel.mT.contiguous()
-    twin = attention.rope_and_cache_reference(
+    twin = attention.rope_and_cache.reference(
         qkv, by_channel, fp8_v.clone(), cos_sin, batch, heads, dim**-0.5, norms, 1e-6
     )
     torch.testing.assert_close(twin.unflatten(1, (heads, dim)), spread, rtol=2e-3, atol=2e-3)
@@ -512,14 +486,13 @@ def _check_paged_attention(shape: tuple, device: str, sinks: torch.Tensor | None
     heads, _, dim, _, window, _ = shape
     batch, k_cache, v_cache, qkv, _, _ = _inputs(shape, device)
     q = qkv[:, : heads * dim] * dim**-0.5
-    expected = attention.paged_attention_reference(
+    expected = paged_attention_reference(
         q.cpu(), k_cache.mT.cpu(), v_cache.cpu(), _cpu_batch(batch), heads, window,
         None if sinks is None else sinks.cpu(),
     )  # fmt: skip
     _forget(batch, window, v_cache)
     out = torch.empty_like(expected, device=device)
-    for tiles in batch.tiles:
-        gpu_attention.paged_attention(q, out, k_cache, v_cache, tiles, batch, heads, window, sinks)
+    gpu_attention.attend_paged(q, out, batch, k_cache, v_cache, heads, window, sinks)
     torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -543,10 +516,7 @@ def check_attention_own_bits(device: str) -> None:
         batch = replace(batch, block_tables=tables, table_rows=rows)
         q = torch.cat([queries[seq][first : first + n] for seq, first, n in pieces])
         out = torch.empty_like(q)
-        for tiles in batch.tiles:
-            gpu_attention.paged_attention(
-                q, out, k_cache, v_cache, tiles, batch, heads, window, sinks
-            )
+        gpu_attention.attend_paged(q, out, batch, k_cache, v_cache, heads, window, sinks)
         return list(out.split(counts))
 
     with batch_invariant_mode():
@@ -588,7 +558,6 @@ CHECKS = {
     "copy_blocks": check_copy_blocks,
     "unpack": check_unpack,
     "quantize_rows": check_quantize_rows,
-    "twice_rounded": check_twice_rounded,
     "matmul": check_matmul,
     "batch_invariance": check_batch_invariance,
     "matmul_parts": check_matmul_parts,

@@ -10,6 +10,7 @@ import torch
 from gluon_emulator import Descriptor, Pointer
 from triton_parity import make_batch
 
+from attention_batches import paged_attention_reference
 from tokenmill.kernels import attention
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.kernels.gpu import hopper
@@ -115,7 +116,7 @@ def emulated(case: Case, own: Inputs, out: torch.Tensor) -> None:
 def reference(case: Case, own: Inputs) -> torch.Tensor:
     """In fp32."""
     k_cache = own.k_cache.float() if own.q.is_cuda else own.k_cache.float().mT
-    return attention.paged_attention_reference(
+    return paged_attention_reference(
         own.q.float(), k_cache, own.v_cache.float(), own.batch, case.heads[0], case.window,
         own.sinks,
     )  # fmt: skip

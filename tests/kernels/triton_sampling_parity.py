@@ -7,7 +7,7 @@ import torch
 
 from tokenmill.kernels import sampling
 from tokenmill.kernels.gpu import sampling as gpu_sampling
-from tokenmill.kernels.sampling import Biases, Filters, Penalties
+from tokenmill.kernels.sampling import Biases, Filters, Masks, Penalties
 
 DTYPES = (torch.float32, torch.bfloat16)  # bf16 makes ties
 
@@ -21,7 +21,7 @@ def check_argmax(device: str) -> None:
         logits = _logits(rows, vocab, dtype, device)
         expected = logits.float().argmax(-1).int()
         assert torch.equal(gpu_sampling.argmax(logits), expected)
-        assert torch.equal(sampling.argmax_reference(logits), expected)
+        assert torch.equal(sampling.argmax.reference(logits), expected)
     logits = torch.zeros(2, 10_000, device=device)
     logits[0, [700, 701, 9000]] = 5.0
     logits[1, [5000, 9999]] = 5.0
@@ -40,10 +40,10 @@ def check_not_finite(device: str) -> None:
     logits[4, 17] = -math.inf
     filters = _filters([(1.0, 0.0, 0, 1.0), *[(1.0, 0.1, 20, 0.9)] * 5], device)
     numbers = torch.rand(6, dtype=torch.float64, device=device)
-    for module, suffix in ((gpu_sampling, ""), (sampling, "_reference")):
-        bad = getattr(module, f"argmax{suffix}")(logits) < 0
-        assert bad.tolist() == [True, True, True, True, False, False]
-        bad = getattr(module, f"sample{suffix}")(logits, filters, numbers) < 0
+    for best in (gpu_sampling.argmax, sampling.argmax.reference):
+        assert (best(logits) < 0).tolist() == [True, True, True, True, False, False]
+    for draw in (gpu_sampling.sample, sampling.sample.reference):
+        bad = draw(logits, filters, numbers) < 0
         assert bad.tolist() == [True, True, True, True, False, False]
 
 
@@ -78,7 +78,7 @@ def check_sample(device: str) -> None:
         numbers = torch.rand(len(ROWS), dtype=torch.float64, device=device)
         filters = _filters(ROWS, device)
         found = gpu_sampling.sample(logits, filters, numbers)
-        expected = sampling.sample_reference(logits, filters, numbers)
+        expected = sampling.sample.reference(logits, filters, numbers)
         _agree(found, expected, logits, filters, numbers)
         alone = gpu_sampling.sample(logits[5:6], Filters(*(f[5:6] for f in filters)), numbers[5:6])
         assert alone.item() == found[5].item()
@@ -130,11 +130,11 @@ def check_capacity(device: str) -> None:
     few[:, 4000] = 0.0
     numbers = torch.tensor([0.3, 0.999999, 0.7], dtype=torch.float64, device=device)
     filters = _filters([(1.0, 0.0, 30, 1.0), (1.0, 0.0, 0, 0.7), (1.0, 0.0, 500, 0.5)], device)
-    expected = sampling.sample_reference(many, filters, numbers)
+    expected = sampling.sample.reference(many, filters, numbers)
     assert torch.equal(gpu_sampling.sample(many, filters, numbers), expected)
     numbers[:] = 1 - 2**-48
     filters = _filters([(1.0, 0.0, 30, 1.0), (1.0, 0.0, 0, 1 - 1e-10), (1.0, 0.0, 0, 0.5)], device)
-    expected = sampling.sample_reference(few, filters, numbers)
+    expected = sampling.sample.reference(few, filters, numbers)
     assert torch.equal(gpu_sampling.sample(few, filters, numbers), expected)
     assert expected[0] != 4000 and expected[1] != 4000 and expected[2] == 4000
 
@@ -162,7 +162,7 @@ def check_adjust(device: str) -> None:
     for dtype in DTYPES:
         logits = _logits(len(lengths), vocab, dtype, device)
         for p, b in ((penalties, None), (None, biases), (penalties, biases)):
-            expected = sampling.adjust_reference(logits, p, b)
+            expected = sampling.adjust.reference(logits, p, b)
             found = logits.to(torch.float32, copy=True)
             if p is not None:
                 gpu_sampling.penalise(found, p)
@@ -172,6 +172,28 @@ def check_adjust(device: str) -> None:
             assert not torch.equal(expected, logits.float())
 
 
+def check_masks(device: str) -> None:
+    """Words whose every bit is drawn, of some rows, over a vocabulary that ends inside a word."""
+    numbers = [1, -1, -1, 2, -1, 0]
+    for vocab, dtype in product((1, 33, 4096, 9001), DTYPES):
+        logits = _logits(6, vocab, dtype, device)
+        words = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int32)
+        words[1] = 0
+        words[2, 1:] = -1
+        expected = logits.cpu()
+        for row, number in enumerate(numbers):
+            for token in range(vocab if number >= 0 else 0):
+                if not int(words[number, token // 32]) >> token % 32 & 1:
+                    expected[row, token] = -math.inf
+        masks = Masks(torch.tensor(numbers, dtype=torch.int32, device=device), words.to(device))
+        apart = torch.zeros(6, vocab + 9, dtype=dtype, device=device)[:, 5:-4]
+        apart.copy_(logits)  # rows that do not lie one behind the other
+        for mask in (gpu_sampling.masked, sampling.masked.reference):
+            for given in (logits, apart):
+                assert torch.equal(mask(given, masks).cpu(), expected)
+            assert torch.equal(logits, apart)
+
+
 CHECKS = {
     "argmax": check_argmax,
     "not_finite": check_not_finite,
@@ -179,4 +201,5 @@ CHECKS = {
     "ties": check_ties,
     "capacity": check_capacity,
     "adjust": check_adjust,
+    "masks": check_masks,
 }

@@ -9,14 +9,15 @@ import gluon_emulator
 import torch
 import triton_parity  # noqa: F401  the interpreter then rounds to fp8 as torch does
 
+import tokenmill.kernels
 from tokenmill.core.specs.wan import TINY
-from tokenmill.kernels import MODE, bidirectional, modulation, rounded_attention
+from tokenmill.kernels import MODE, bidirectional, modulation
 from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import modulation as gpu_modulation
 from tokenmill.kernels.gpu.hopper import bidirectional as bidirectional_hopper
 from tokenmill.kernels.gpu.hopper.two_groups import Shape
-from tokenmill.kernels.matmul import FP8, QuantizedRows
+from tokenmill.kernels.rows import FP8, QuantizedRows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, transformer_tensors
 
@@ -37,13 +38,13 @@ def check_norm_modulate(device: str) -> None:
     for m, k in SHAPES:
         x = 3 + torch.randn(m, k, device=device)
         factor, shift = torch.randn(2, k, device=device)
-        expected = modulation.norm_modulate_reference(x, factor, shift, 1e-6)
-        found, scales = gpu_modulation.norm_modulate(x, factor, shift, 1e-6, False)
+        expected = modulation.norm_modulate.reference(x, factor, shift, 1e-6)
+        found = gpu_modulation.norm_modulate(x, factor, shift, 1e-6)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        assert scales is None
-        rounded = modulation.norm_modulate_reference(x, factor, shift, 1e-6, FP8)
+        rounded = modulation.norm_modulate.reference(x, factor, shift, 1e-6, FP8)
         assert isinstance(rounded, QuantizedRows)
-        codes = QuantizedRows(*gpu_modulation.norm_modulate(x, factor, shift, 1e-6, True))
+        codes = gpu_modulation.norm_modulate(x, factor, shift, 1e-6, FP8)
+        assert isinstance(codes, QuantizedRows)
         assert_same_codes(codes, rounded)
 
 
@@ -53,10 +54,10 @@ def check_add_and_norm(device: str) -> None:
         factor, shift, gate = torch.randn(3, k, device=device)
         for share in (gate, None):
             added, own, expected = modulation.Added(delta, share), x.clone(), x.clone()
-            normed = modulation.norm_modulate_reference(
+            normed = modulation.norm_modulate.reference(
                 expected, factor, shift, 1e-6, None, added
             )  # fmt: skip
-            found, _ = gpu_modulation.norm_modulate(own, factor, shift, 1e-6, False, *added)
+            found = gpu_modulation.norm_modulate(own, factor, shift, 1e-6, None, added)
             torch.testing.assert_close(own, expected)
             torch.testing.assert_close(found, normed, atol=1e-4, rtol=1e-4)
 
@@ -66,10 +67,10 @@ def check_round_rows(device: str) -> None:
     bounds = (1e-4, 0.98) if device == "cpu" else (2e-3, 0.9)
     for m, k in SHAPES:
         x = 2 * torch.randn(m, k, device=device)
-        for gelu, reference in ((True, modulation.gelu_rows), (False, modulation.round_rows)):
-            expected = reference(x.cpu(), FP8)
+        for name in ("gelu_rows", "round_rows"):
+            expected = getattr(modulation, name)(x.cpu(), FP8)
             assert isinstance(expected, QuantizedRows)
-            found = gpu_modulation.round_rows(x, gelu)
+            found = getattr(gpu_modulation, name)(x, FP8)
             assert_same_codes(
                 QuantizedRows(*(part.cpu() for part in found)), expected, *bounds
             )  # fmt: skip
@@ -84,7 +85,7 @@ def check_norm_rotate(device: str) -> None:
         rotation = rotation_of(spec, grid, device)
         for turns in (rotation, None):
             arguments = (wide.chunk(3, dim=-1)[1], weight, 1e-6, heads, turns)
-            expected = bidirectional.norm_rotate_reference(*arguments)
+            expected = bidirectional.norm_rotate.reference(*arguments)
             found = gpu_bidirectional.norm_rotate(*arguments)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -101,7 +102,7 @@ def check_norm_silu(device: str) -> None:
         gamma = torch.randn(channels, 1, 1, 1, device=device)
         before = torch.randn(1, channels, seen, height, width, device=device)
         by_frame = x.transpose(1, 2).contiguous().transpose(1, 2)
-        expected = modulation.norm_silu_reference(x, gamma, before)
+        expected = modulation.norm_silu.reference(x, gamma, before)
         for own in (x, by_frame):
             found = gpu_modulation.norm_silu(own, gamma, before)
             assert found.is_contiguous()
@@ -110,7 +111,7 @@ def check_norm_silu(device: str) -> None:
 
 # Queries, keys, heads and branches: ragged ends, one of each, more keys than queries and fewer.
 ATTENTION = ((1, 1, 1, 1), (130, 300, 2, 2), (128, 256, 1, 1), (3, 129, 1, 2), (260, 5, 1, 1))
-ROUNDINGS = [own for own in rounded_attention.ROUNDINGS.values() if own is not None]
+ROUNDINGS = [own for own in bidirectional.ROUNDINGS.values() if own is not None]
 
 
 def qkv(case: tuple[int, ...], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -164,14 +165,14 @@ def check_hopper_attention(device: str) -> None:
         return
     for number, case in enumerate((*ATTENTION, (129, 700, 1, 1))):
         q, k, v = qkv(case, torch.bfloat16, device)
-        exact = bidirectional.attend_reference(q.float(), k.float(), v.float())
+        exact = bidirectional.attend.reference(q.float(), k.float(), v.float())
         shape = 2 + number % 2, number % 3 > 0
         plain = gpu_bidirectional.Packed(q, None, k, None, v, None)
         out = torch.full_like(q, torch.nan)
         hopper_attention(plain, out, case[1], *shape)
         assert difference(out, exact) < 0.005, case
         for rounding in ROUNDINGS:
-            expected = rounded_attention.attend_rounded_reference(q, k, v, rounding)
+            expected = bidirectional.attend_rounded.reference(q, k, v, rounding)
             packed = gpu_bidirectional.pack(q, k, v, rounding)
             out = torch.full_like(q, torch.nan)
             hopper_attention(packed, out, case[1], *shape)
@@ -181,8 +182,7 @@ def check_hopper_attention(device: str) -> None:
 def check_transformer(device: str) -> None:
     """Two branches through the whole transformer; the kernels, and torch's operations."""
     if device == "cpu":
-        for module in (modulation, bidirectional):
-            module.use_triton = lambda *_: MODE.fused  # type: ignore[attr-defined]
+        tokenmill.kernels.on_gpu = lambda x: x.dim() > 1  # but what is packed in tiles for a CPU
     spec = TINY.transformer
     weights = {
         name: torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.3)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from driver import LOGPROB_BOUND, Answer, build
+from scheduler_integrity import check_scheduler
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine
@@ -55,7 +56,7 @@ def ask(
     while engine.has_work():
         for output in engine.step():
             answers[output.request_id].add(output)
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
     if engine.tiers is not None:
         engine.tiers.host.check_integrity()
     return list(answers.values())

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tokenmill.bench.kv_transfer_pair import connectors
+from benchmarks.kv_transfer import connectors
 from tokenmill.core import kv
 from tokenmill.core.config import CacheConfig
 from tokenmill.core.kv import choose_connectors
@@ -18,7 +18,7 @@ def test_every_connector_is_a_choice_of_the_setting_and_is_measured() -> None:
     choices = get_args(get_type_hints(CacheConfig)["connector"])
     assert set(choices) == {"none", "auto", *CONNECTORS}
     assert [connector.name for connector in CONNECTORS.values()] == list(CONNECTORS)
-    assert connectors("none") == [n for n, found in CONNECTORS.items() if found.installed()]
+    assert connectors("all") == [n for n, found in CONNECTORS.items() if found.installed()]
     assert [connectors(name) for name in CONNECTORS] == [[name] for name in CONNECTORS]
 
 
@@ -42,6 +42,6 @@ def test_auto_takes_what_reaches_the_peers(nixl: bool) -> None:
 
 def test_a_connector_of_other_memory_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="kv_connector shm: shm moves host memory alone"):
-        KVLink.plan("shm", "cuda")
+        KVLink.plan("shm", "cuda", "")
     with pytest.raises(ModelLoadError, match="cuda-ipc moves a GPU's memory alone; on cpu take"):
-        KVLink.plan("cuda-ipc", "cpu")
+        KVLink.plan("cuda-ipc", "cpu", "")

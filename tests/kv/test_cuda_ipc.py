@@ -33,8 +33,8 @@ class Side:
         self.tensors = [torch.from_numpy(pages.zeros(shape, np.uint8)) for shape in shapes]
         self.memory = HostMemory(pages)
         self.connector = HostIpcConnector(self.tensors, self.memory)
-        link = KVLink(name, (), None)
-        geometry = KVGeometry("m", "fp32", "bytes", 1, 1, 1, 1, SIZES)
+        link = KVLink(name, (), None, "w")
+        geometry = KVGeometry("m", "w", "fp32", "bytes", 1, 1, 1, 1, SIZES)
         with mock.patch.object(HostIpcConnector, "over", return_value=self.connector):
             _, self.address = replace(link, connectors=("cuda-ipc",)).offer(
                 self.tensors, geometry, NUM_BLOCKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -81,8 +82,8 @@ def test_engines_share_a_folder(folder: Path, expected: list[Answer], tmp_path: 
     tiers = f"host={24 * BLOCK},disk={tmp_path / 'kv'}:64MiB"
     first = with_disk(folder, tiers)
     assert_same_words(one_by_one(first), expected)
-    (folder / "README.md").write_text("a word on the model")
-    second = with_disk(folder, tiers)
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    second = with_disk(copy, tiers)  # of another path, and of another time
     assert first.engine.stats().tiers["dropped"] == 0
     assert_same_words(one_by_one(first), expected)
     assert hits(first, "disk") > 0
@@ -90,7 +91,11 @@ def test_engines_share_a_folder(folder: Path, expected: list[Answer], tmp_path: 
     assert_same_words(found, expected)
     assert found[0].num_cached_tokens == 128, "the second engine computed what the first had"
     other = save(tame(make_model("llama"), 0.2), tmp_path / "other")
-    assert one_by_one(with_disk(other, tiers))[0].num_cached_tokens == 0, "two models share a block"
+    for file in folder.iterdir():  # of the same path, sizes and times
+        time = file.stat().st_mtime_ns
+        copied = shutil.copyfile(other / file.name, copy / file.name)
+        os.utime(copied, ns=(time, time))
+    assert one_by_one(with_disk(copy, tiers))[0].num_cached_tokens == 0, "two models share a block"
 
 
 def test_torn_altered_and_lost_files(folder: Path, expected: list[Answer], tmp_path: Path) -> None:
@@ -224,6 +229,50 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         DiskTier(str(tmp_path), 2**62, ROOT)
 
 
+def test_the_files_are_for_their_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "kv" / "tokenmill-kv"
+    umask = os.umask(0)
+    try:
+        top.mkdir(parents=True, mode=0o777)  # by an earlier version
+        tier = DiskTier(str(tmp_path / "kv"), 20_000, ROOT)
+        assert tier.write(name(1), page(1))
+    finally:
+        os.umask(umask)
+    modes = {path: path.stat().st_mode & 0o777 for path in (top, *top.rglob("*"))}
+    assert len(modes) == 5 and {(path.is_dir(), mode) for path, mode in modes.items()} == {
+        (True, 0o700),
+        (False, 0o600),
+    }
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "tokenmill-kv").symlink_to(top)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ModelLoadError, match="is a link, or belongs to another user"):
+        DiskTier(str(tmp_path / "linked"), 20_000, ROOT)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ModelLoadError, match="is a link, or belongs to another user"):
+        DiskTier(str(tmp_path / "kv"), 20_000, ROOT)
+
+
+def test_a_lock_that_stays_held_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = DiskTier(str(tmp_path), 20_000, ROOT)
+    assert tier.write(name(1), page(1))
+    monkeypatch.setattr(disk_tier, "_LOCK_S", 0.05)
+    with (tmp_path / "tokenmill-kv" / "usage").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not tier.write(name(2), page(2)), "it was written without the lock"
+        assert tier._paused_until, "each block would wait for the lock"
+        assert tier.read(name(1), page(1)), "a block that is there needs no lock"
+        with pytest.raises(ModelLoadError, match=r"another process held the lock for 0\.05 s"):
+            DiskTier(str(tmp_path), 20_000, ROOT)
+    assert "another process held the lock" in caplog.text
+    tier._paused_until = 0.0
+    assert tier.write(name(2), page(2))
+
+
 def test_files_of_others_stay(tmp_path: Path) -> None:
     """A folder with files of its own may be given: old or new, hidden or not, at any depth."""
     hexadecimal = name(1).hex()
@@ -259,7 +308,7 @@ def test_the_bound_holds_where_files_cannot_be_removed(
         assert tier.write(name(number), page(number))
     monkeypatch.setattr(Path, "unlink", failing(errno.EACCES))
     for number in range(4, 12):
-        tier._full_until = 0.0
+        tier._paused_until = 0.0
         assert not tier.write(name(number), page(number))
         assert usage(tmp_path) == sum(path.stat().st_size for path in files(tmp_path)) <= 5000
     assert sorted(tier.names()) == [name(number) for number in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 from driver import Answer, complete
 from engine.disaggregated import WorkerPool, build, greedy, kv_of
 from kv.host_ipc import on_the_host
+from open_ports import elsewhere
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv import PREFILLED, KVNotice, common_ways
@@ -266,21 +268,30 @@ def test_engines_that_do_not_match(folder: Path, options: dict[str, Any], reason
     )
 
 
+def test_engines_of_other_weights_do_not_match(folder: Path, tmp_path: Path) -> None:
+    model = tame(make_model("llama", **WIDE, vocab_size=len(PIECES), eos_token_id=EOS), 0.2)
+    other = build(save(model, tmp_path))
+    reason = kv_of(build(folder)).connect(kv_of(other).address) or ""
+    assert reason.startswith("weights: the prefill engine has ")
+
+
 @NEEDS_NIXL
 def test_auto_takes_shared_memory_on_one_host_and_nixl_to_another(folder: Path) -> None:
     source, target = (kv_of(build(folder, connector="auto")) for _ in range(2))
     near = common_ways(source.address, target.address)
     assert [way.connector for way in near] == ["shm", "nixl"]
-    elsewhere = replace(source.address, host="another")
-    far = common_ways(elsewhere, target.address)
+    distant = replace(source.address, host="another")
+    far = common_ways(distant, target.address)
     assert [way.connector for way in far] == ["nixl"]
-    assert target.connect(elsewhere) is None  # the read of a block is then NIXL's
-    assert target._peers[elsewhere.engine_id].name == "nixl"
+    assert target.connect(distant) is None  # the read of a block is then NIXL's
+    assert target._peers[distant.engine_id].name == "nixl"
     hidden = replace(source.address.ways[0], endpoint=b"0:0")  # memory that cannot be mapped
     unseen = replace(source.address, engine_id="unseen", ways=(hidden, near[1]))
     assert target.connect(unseen) is None
     assert target._peers["unseen"].name == "nixl"
-    shm = replace(elsewhere, ways=elsewhere.ways[:1])
+    shm = replace(distant, ways=distant.ways[:1])
+    every = {host for host, _ in elsewhere([os.getpid()])} & {"0.0.0.0", "::"}
+    assert not every  # UCX listens at the addresses of this machine, one by one
     assert target.connect(shm) == (
         "the prefill engine moves KV by shm, the decode engine by shm or nixl: shm needs one host"
     )

@@ -19,6 +19,7 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.models.checkpoints import gguf as gguf_files
 from tokenmill.models.checkpoints import store, weights
+from tokenmill.models.checkpoints.weights_digest import weights_digest
 
 Kind = gguf.GGMLQuantizationType
 
@@ -289,3 +290,13 @@ def test_damaged_gguf(tmp_path: Path) -> None:
     path.write_bytes(whole[:4] + b"\x00\x00\x00\x03" + whole[8:])
     with pytest.raises(ModelLoadError, match="GGUF version 0x3000000 is not supported"):
         weights.open_checkpoint(path)
+
+
+def test_a_digest_tells_files_apart(tmp_path: Path) -> None:
+    digests = []
+    for number, std in enumerate((0.1, 0.1, 0.2)):
+        model = make_model("llama")
+        model.model.layers[1].mlp.up_proj.weight.data.mul_(std)
+        path = write_gguf(tmp_path / f"{number}.gguf", model)
+        digests.append(weights_digest(weights.open_checkpoint(path).readable))
+    assert digests[0] == digests[1] != digests[2]

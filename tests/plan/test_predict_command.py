@@ -161,7 +161,7 @@ def test_every_mlperf_model_can_be_predicted_and_sized(
         rate = report["samples_s"]
         assert low < rate < high  # type: ignore[operator]
         sized = report_of(capsys, "size", "--model", name, "--gpu", "b200", "--rate", str(rate))
-        assert sized["gpus"] >= 8 and sized["bears"] >= 0.999 * rate  # type: ignore[operator]
+        assert sized["gpus"] >= 8 and sized["max_rate"] >= 0.999 * rate  # type: ignore[operator]
         lost = sized["what_if"]["one node lost"]  # type: ignore[index]
         assert lost["gpus"] < sized["gpus"] < lost["needs_gpus"]
 

@@ -100,6 +100,17 @@ def test_experts_are_read_once_and_padded_to_tiles() -> None:
     assert parts["routed experts"] == pytest.approx(flops / 1979e12 + 8 * each / 4.8e12)
 
 
+def test_tokens_go_to_the_ranks_that_have_their_experts() -> None:
+    """DeepSeek-R1 on eight ranks: a token has 8 of 256 experts in each of 58 layers."""
+    spec = find_model("deepseek-r1")
+    cost = StepCost(
+        spec, find_gpu("h200"), Replica(precisions_of(spec, "fp8"), attention_dp=8), ALL
+    )
+    others = 7 * (1 - (7 / 8) ** 8)  # ranks besides its own
+    sent = 58 * others * 7168 * (1 + 2)  # there in fp8, back in bf16
+    assert cost.parts(Work(2048, 2048, 0.0))["exchange"] == pytest.approx(256 * sent / 450e9)
+
+
 def test_overlap_hides_the_shorter_of_the_two() -> None:
     work = Work(64, 64, 0.0)
     serial = llama_cost().parts(work)["linear layers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from dataclasses import replace
@@ -33,7 +34,9 @@ class Loop:
         self.scheduler, self.overlap = scheduler, overlap
         self.random = random.Random(seed)
         pool = scheduler.pool
-        self.runner = FakeRunner(pool.num_blocks, pool.block_size, 1, max_drafts, pool.sliding)
+        self.runner = FakeRunner(
+            pool.num_blocks, pool.block_size, 1, max_drafts, pool.sliding, late_share=0.05
+        )
         self.flying: tuple[Batch, Launched] | None = None
         self.now_ns = self.num_added = 0
         self.texts: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8]]
@@ -64,6 +67,8 @@ class Loop:
         self.now_ns += 10
         if self.random.random() < 0.05 and self.num_added:
             self.scheduler.abort(f"request-{self.random.randrange(self.num_added)}")
+        name = f"request-{self.random.randrange(self.num_added + 1)}"
+        self.scheduler.hold({name} if self.random.random() < 0.1 else set())
         batch = self.scheduler.schedule(self.now_ns, hold_context=self.random.random() < 0.1)
         self.scheduler.take_finished()
         if self.overlap:
@@ -99,7 +104,7 @@ def record(
     sliding: Sliding = NONE_SLIDE,
 ) -> Scheduler:
     file = RecordFile(path, 10**9)
-    pool = BlockPool(14 + 10 * sliding.num_groups, SIZE, sliding=sliding)
+    pool = BlockPool(14 + 15 * sliding.num_groups, SIZE, sliding=sliding)
     scheduler = RecordedScheduler(CONFIG, pool, EOS, file)
     Loop(scheduler, seed, overlap, max_drafts).run(60)
     file.close()
@@ -177,6 +182,33 @@ def test_a_full_file_is_exchanged_when_nothing_runs(tmp_path: Path) -> None:
     for part in (path, tmp_path / "record.jsonl.old"):
         found = Reproducer(read_record(part)).run()
         assert found.first_difference is None and found.num_equal == found.num_steps > 0
+
+
+def test_a_full_disk_ends_the_record_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = RecordFile(Path("/dev/full"), 10**9)
+    scheduler = RecordedScheduler(CONFIG, BlockPool(14, SIZE), EOS, file)
+    loop = Loop(scheduler, 0, False, 0)
+    for number in range(3):
+        loop.run(2 * number)
+    assert file.over and not file.full
+    file.close()
+    warning = "--record /dev/full: No space left on device; recording stops"
+    assert [record.message for record in caplog.records] == [warning]
+
+
+def test_a_disk_that_is_full_at_the_start_ends_the_record_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "r.jsonl").write_text("what was recorded before\n")
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    assert RecordFile(tmp_path / "r.jsonl", 100).over
+    assert "recording stops" in caplog.text
+    assert (tmp_path / "r.jsonl").read_text() == "what was recorded before\n"
 
 
 def test_two_processes_write_two_files(tmp_path: Path) -> None:

@@ -104,6 +104,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--trace is needed" in capsys.readouterr().err
 
 
+def test_published_events_keep_sessions_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = sessions(num_sessions=5, turns=8, gap_ms=60.0)
+    own, told = (play(trace, num_workers=4, by_events=by_events) for by_events in (False, True))
+    assert told["prefix_reuse"] >= 0.99 * own["prefix_reuse"] > 0.5
+    path = lines(tmp_path / "trace.jsonl", trace)
+    flags = ["--trace-block-tokens", "8", "--block-size", "4", "--workers", "4", "--by-events"]
+    assert run(["plan", "replay", "--trace", path, *flags]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out.splitlines()[-1])
+    assert report["plan"] == "replay-events" and report["hits_ratio"] >= 0.99
+    assert report["serve"]["num_finished"] == report["events"]["num_finished"] == {"length": 40}
+    assert "a simulation" in captured.err
+    assert run(["plan", "replay", "--trace", path, *flags, "--fronts", "2"]) == 2
+    assert "--by-events compares one front" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("delay_ms", [0.0, 100.0])
 def test_fronts_share_the_workers_and_every_request_ends(delay_ms: float) -> None:
     trace = sessions(num_sessions=3, turns=6)

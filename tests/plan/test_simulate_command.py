@@ -14,7 +14,7 @@ import pytest
 from tokenmill.__main__ import run
 
 SMALL = ["--ep", "8", "--attention-dp", "--max-num-seqs", "16", "--block-size", "1024"]
-SHORT = ["--num-requests", "40", "--json-only"]
+SHORT = ["--num-requests", "40", "--json"]
 
 
 @pytest.fixture
@@ -46,10 +46,32 @@ def test_racks_and_the_ladder(capsys: pytest.CaptureFixture[str], lengths: list[
     assert "predicted" in printed and report["fitted_on"]
 
 
+def test_the_recipe_of_attention_dp_shows_what_holding_prompts_brings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "lengths.csv"
+    rows = ["300,200", "900,100", "2000,30"]
+    file.write_text("\n".join(["input_length,output_length", *rows]), encoding="utf-8")
+    words = ["--config", "recipes/plan-attention-dp-8xgb200.toml", "--lengths", str(file)]
+    words += ["--max-num-seqs", "16", "--num-requests", "600", "--json"]
+
+    def figures(*more: str) -> tuple[float, Any]:
+        report = report_of(capsys, *words, *more)
+        return report["output_tok_s"], report["balance"]
+
+    held, plain = figures(), figures("--no-balance")
+    small = figures("--no-balance", "--max-num-batched-tokens", "192")
+    assert plain[1]["held_steps"] == 0 < held[1]["held_steps"]
+    for even in (held, small):
+        assert even[0] > 1.1 * plain[0] and even[1]["tokens"] > plain[1]["tokens"] + 0.1
+    assert held == figures(), "the same seed gives the same run"
+    assert plain != figures("--no-balance", "--seed", "1")
+
+
 def test_the_published_result_stands_beside_the_prediction(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--gpus", "8", "--gpu", "b300", *SMALL, "--num-requests", "10", "--json-only"]
+    words = ["--gpus", "8", "--gpu", "b300", *SMALL, "--num-requests", "10", "--json"]
     report = report_of(capsys, *words)
     assert report["published"]
     for row in report["published"]:
@@ -76,7 +98,7 @@ def test_a_trace_and_its_router(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     words = ["--trace", str(file), "--trace-block-tokens", "64", "--model", "llama3.1-8b"]
-    words += ["--gpu", "h200", "--gpus", "4", "--tp", "1", "--block-size", "64", "--json-only"]
+    words += ["--gpu", "h200", "--gpus", "4", "--tp", "1", "--block-size", "64", "--json"]
     kv, turns = (report_of(capsys, *words, "--router", name) for name in ("kv", "round-robin"))
     assert kv["num_finished"] == turns["num_finished"] == {"length": 24}
     assert kv["prefix_reuse"] > turns["prefix_reuse"] > 0 and kv["scenario"] == "trace"
@@ -131,7 +153,7 @@ def test_wrong_input_says_what_would_work(
 
 
 def test_no_torch_is_imported() -> None:
-    words = ["plan", "simulate", "--gpus", "8", *SMALL, "--num-requests", "2", "--json-only"]
+    words = ["plan", "simulate", "--gpus", "8", *SMALL, "--num-requests", "2", "--json"]
     code = (
         "import sys\nfrom tokenmill.__main__ import run\n"
         f"assert run({words!r}) == 0\nassert 'torch' not in sys.modules\n"

@@ -37,7 +37,7 @@ def test_a_rack_is_sized_within_its_limits(
 ) -> None:
     report = size_of(capsys, tmp_path, *DEEPSEEK, "--rate", "60", "--ttft", "2000", "--tpot", "80")
     assert report["ttft_ms"]["p99"] <= 2000 and report["tpot_ms"]["p99"] <= 80
-    assert report["bears"] >= 60 and report["headroom"] >= 0
+    assert report["max_rate"] >= 60 and report["headroom"] >= 0
     assert report["usd_per_hour"] == pytest.approx(3.76 * report["gpus"], abs=0.01)
     # What all requests of an hour pay for their tokens is the price of the hour.
     spent = report["usd_per_million_input"] * 60 * 3600 * _mean_input() / 1e6
@@ -48,7 +48,7 @@ def test_a_rack_is_sized_within_its_limits(
     assert "no cache hits were assumed" in report["what_if"]["half the cache hits"]["note"]
     lost = report["what_if"]["one node lost"]
     assert lost["gpus"] == report["gpus"] - max(4, report["configuration"]["gpus"])
-    assert lost["needs_gpus"] > report["gpus"] and lost["bears"] < report["bears"]
+    assert lost["needs_gpus"] > report["gpus"] and lost["max_rate"] < report["max_rate"]
     for name, (low, high) in report["intervals"].items():
         value = report[name]
         value = value if isinstance(value, float) else next(iter(value.values()))
@@ -101,9 +101,9 @@ def test_what_is_written_for_models_that_the_engine_takes_as_they_are(
 def test_too_few_gpus_bear_less(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report = size_of(capsys, tmp_path, *LLAMA, "--rate", "400", "--gpus", "2")
     assert not report["within_gpus"] and report["gpus"] > 2
-    assert 0 < report["bears_within_gpus"] < 400
+    assert 0 < report["max_rate_within_gpus"] < 400
     starting = report["while_a_worker_starts"]
-    assert 0 < starting["bears"] < report["bears"]
+    assert 0 < starting["max_rate"] < report["max_rate"]
 
 
 def test_more_traffic_longer_contexts_and_fewer_hits_cost_more(

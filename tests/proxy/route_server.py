@@ -30,7 +30,12 @@ class Handler(BaseHTTPRequestHandler):
     server: Scripted
     body = b""
 
+    def do_DELETE(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
+        if self.server.gets is not None:
+            return self.server.gets(self)
         card = {"id": self.server.model, "object": "model"}
         self.reply(200, json.dumps({"object": "list", "data": [card]}).encode())
 
@@ -89,10 +94,11 @@ class Scripted(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, model: str = MODEL) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, model: str = MODEL, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.model = model
         self.behaviour: Behaviour = say(200, b"{}")
+        self.gets: Behaviour | None = None  # instead of naming the model
         self.calls: list[tuple[str, dict[str, str], bytes]] = []
         self._connections: list[socket.socket] = []
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -146,3 +152,7 @@ def router_process(
     finally:
         process.kill()
         process.wait()
+
+
+def ask(router: SimServer, **fields: Any) -> Any:
+    return router.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [], **fields})

@@ -49,7 +49,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> Iterator[PromptReader]:
-    with closing(PromptReader(tokenizer, None, 1)) as reader:
+    with closing(PromptReader(tokenizer, None)) as reader:
         yield reader
 
 
@@ -63,7 +63,7 @@ def read(prompts: PromptReader, body: bytes, path: str, stays: bool = True) -> R
             await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
-    return asyncio.run(prompts.read(body, path, receive))
+    return asyncio.run(prompts.read("a", body, path, receive))
 
 
 def essence(prompt: RoutedPrompt) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ def test_where_no_process_can_read_the_router_does(folder: Path, tmp_path: Path)
     gone, body = tmp_path / "gone", encode(CALLS[CHAT])
     shutil.copytree(folder, gone)
     tokenizer = load_tokenizer(gone)
-    with closing(PromptReader(tokenizer, None, 1)) as prompts:
+    with closing(PromptReader(tokenizer, None)) as prompts:
         shutil.rmtree(gone)
         assert essence(read(prompts, body, CHAT)) == essence(read_prompt(body, tokenizer, CHAT))
 

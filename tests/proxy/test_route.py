@@ -22,10 +22,20 @@ from api.collector import Collector
 from api.sim import DEFAULT_TEXT
 from api.sim import MODEL as SIM
 from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
-from proxy.route_server import EVENT, MODEL, Handler, Scripted, count_to, router_process, say
+from open_ports import descendants, elsewhere
+from proxy.route_server import (
+    EVENT,
+    MODEL,
+    Handler,
+    Scripted,
+    ask,
+    count_to,
+    router_process,
+    say,
+)
 from tokenmill.__main__ import run
 from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
-from tokenmill.proxy.backend import BackendError, base_url, base_urls
+from tokenmill.proxy.backend_address import BackendError, base_url, read_backends
 from tokenmill.proxy.call_prompt import read_prompt
 
 QUICK = RouteConfig(health_interval_s=0.2)
@@ -47,7 +57,9 @@ def pair() -> Iterator[tuple[SimServer, list[Scripted]]]:
     with scripted(MODEL, MODEL) as backends:
         urls = tuple(backend.url for backend in backends)
         config = ServerConfig(max_concurrency=4)
-        with router_process(urls, config, RouterConfig("round-robin")) as router:
+        route = replace(QUICK, forward=("/v1/anything/", "/pooling"))
+        with router_process(urls, config, RouterConfig("round-robin"), route) as router:
+            assert elsewhere(descendants(router.process.pid)) == set()
             yield router, backends
 
 
@@ -65,10 +77,6 @@ def routed(pair: tuple[SimServer, list[Scripted]]) -> tuple[SimServer, list[Scri
 def ready_names(router: SimServer) -> set[str]:
     workers = router.call("GET", "/workers").json["workers"]
     return {worker["name"] for worker in workers if worker["state"] == "ready"}
-
-
-def ask(router: SimServer, **fields: Any) -> Any:
-    return router.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [], **fields})
 
 
 # What passes.
@@ -328,6 +336,35 @@ def test_backends_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
             assert router.call("GET", "/health").status == 503
 
 
+def test_a_backend_that_was_not_there_was_not_restarted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with scripted(MODEL) as (first,):
+        pass
+    port = first.server_address[1]
+    with contextlib.ExitStack() as stack:
+        router = stack.enter_context(router_process((first.url,), route=QUICK))
+
+        def told() -> tuple[str, int, int]:
+            (worker,) = router.call("GET", "/workers").json["workers"]
+            return worker["state"], worker["restarts"], worker["returns"]
+
+        assert told() == ("failed", 0, 0)
+        for times in range(2):
+            backend = Scripted(MODEL, port)
+            stack.callback(backend.stop)
+            wait_until(lambda: told() == ("ready", 0, times), "the backend is up")  # noqa: B023
+            backend.behaviour = Handler.cut
+            assert ask(router).status == 503
+            backend.stop()
+            wait_until(lambda: told() == ("failed", 0, times), "the backend is down")  # noqa: B023
+        assert run(["status", "--url", router.url]) == 0
+        said = "".join(capsys.readouterr())
+        assert "restarted" not in said and "was down and came back 1 times" in said
+        assert router.call("GET", "/dashboard/data").json["restarts"] == 0
+        assert router.metric("worker_restarts_total") == 0
+
+
 def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
     config = ServerConfig(api_keys=("front",), request_timeout_s=0.3)
     with scripted(MODEL) as (backend,):
@@ -495,7 +532,7 @@ def test_prompts_without_a_tokenizer_begin_alike() -> None:
 )
 def test_urls_that_are_none(urls: tuple[str, ...], message: str) -> None:
     with pytest.raises(BackendError, match=message):
-        base_urls(urls)
+        read_backends(urls)
 
 
 def test_a_base_url_has_no_v1() -> None:

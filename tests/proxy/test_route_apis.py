@@ -24,7 +24,8 @@ from proxy.route_server import MODEL, Handler, Scripted, router_process
 from tokenmill.core.config import PoolConfig, RouteConfig, RouterConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.proxy.call_prompt import read_prompt
-from tokenmill.proxy.response_owners import ResponseOwners, stored_in
+from tokenmill.proxy.forwarding import stored_in
+from tokenmill.proxy.response_owners import ResponseOwners
 from vision.pictures import data_url, file_of, photo
 
 KEY = "ours"
@@ -62,7 +63,7 @@ def openai_client(server: SimServer) -> OpenAI:
 
 def num_stored(backends: list[SimServer], response_id: str) -> int:
     headers = {"authorization": f"Bearer {BACKEND_KEY}"}
-    path = f"/v1/responses/{response_id}"
+    path = f"/v1/responses/{response_id[:-33]}"  # the account is in the rest
     return sum(b.call("GET", path, headers=headers).status == 200 for b in backends)
 
 

@@ -9,14 +9,10 @@ from pathlib import Path
 import torch
 
 from light_processes import light_processes
-from tokenmill.parallel import connect, disconnect, file_store
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable, SharedTable
 from tokenmill.ranking.stores.opening import open_table
-from tokenmill.ranking.stores.sharded import ShardedTable
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
-
-SHARDED_ROWS = 61
 
 
 def random_table(num_rows: int, dim: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -45,32 +41,6 @@ def read_shared(shared: SharedTable, connection: Connection) -> None:
         connection.send(str(error))
 
 
-def run_shard(path: str, rank: int, size: int, connection: Connection) -> None:
-    """One rank of a sharded table: even ranks have a host table, odd ones a cache over it."""
-    ranks = connect(rank, size, file_store(path, size), "gloo")
-    table = random_table(SHARDED_ROWS, 5, torch.bfloat16)
-    make = cached_table if rank % 2 else host_table
-    store = ShardedTable(ranks, make(table[rank::size].contiguous()), SHARDED_ROWS)
-    source = torch.Generator().manual_seed(rank)
-    for number in range(8):
-        count = 0 if number == 3 and rank == 0 else 40
-        ids = torch.randint(SHARDED_ROWS, (count,), generator=source)
-        found = store.lookup(ids)
-        connection.send(torch.equal(found, table[ids]) and found.shape == (count, 5))
-        for writer in range(size):  # the last rank wins
-            table[torch.arange(writer, SHARDED_ROWS, 3)] = float(10 * number + writer)
-        written = torch.arange(rank, SHARDED_ROWS, 3)
-        store.update(written, torch.full((len(written), 5), 10.0 * number + rank).bfloat16())
-    wrong = torch.tensor([SHARDED_ROWS if rank == 1 else 0])
-    for call in (store.lookup, lambda ids: store.update(ids, torch.zeros(1, 5).bfloat16())):
-        try:
-            call(wrong)
-        except EmbeddingError as error:
-            connection.send(str(error))
-    connection.send(store.stats().num_lookups)
-    disconnect()
-
-
 def acknowledged_before_the_kill(path: Path, wanted: int) -> int:
     """Run a writer, kill it after `wanted` updates, and return the last one it acknowledged."""
     context = light_processes()
@@ -93,8 +63,9 @@ def acknowledged_before_the_kill(path: Path, wanted: int) -> int:
 def write_for_ever(path: str, connection: Connection) -> None:
     """Rows 0 to 7 hold the number of their update."""
     store = open_table(path, "cpu")
+    assert isinstance(store, HostTable)
     for number in itertools.count(int(store.lookup(torch.tensor([0]))[0, 0]) + 1):
         store.update(torch.arange(8), torch.full((8, store.spec.dim), float(number)))
         connection.send(number)
-        if isinstance(store, HostTable) and number % 10 == 0:
+        if number % 10 == 0:
             store.checkpoint()

@@ -4,15 +4,28 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
-from tokenmill.bench.embedding_rates import TRACE_KEYS, TRACE_ROWS, TRACE_SLOTS, cache_hit_rate
-from tokenmill.ranking.stores.cache_policies import (
-    belady_hit_rate,
-    lfu_hit_rate,
-    lru_hit_rate,
-    zipf_keys,
-    zipf_shares,
-)
+from benchmarks.embeddings import zipf_shares
+from ranking.cache_policies import Keys, belady_hit_rate, lfu_hit_rate, lru_hit_rate, zipf_keys
+from tokenmill.ranking.stores.device_cache import CachedTable
+from tokenmill.ranking.stores.host_table import HostTable
+from tokenmill.ranking.stores.store import TableSpec
+
+TRACE_KEYS, TRACE_ROWS, TRACE_SLOTS, TRACE_BATCH = 100_000, 10_000, 992, 500
+
+
+def cache_hit_rate(keys: Keys, skip: int) -> float:
+    """Of a cache of TRACE_SLOTS rows on the host, after the first `skip` keys."""
+    store = CachedTable(HostTable.create(TableSpec(TRACE_ROWS, 1)), TRACE_SLOTS, "cpu")
+    before = 0
+    for start in range(0, len(keys), TRACE_BATCH):
+        if start == skip:
+            before = store.stats().num_hits
+        store.lookup(torch.from_numpy(keys[start : start + TRACE_BATCH]))
+    rate = (store.stats().num_hits - before) / (len(keys) - skip)
+    store.close()
+    return rate
 
 
 def test_rates_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""`tokenmill rank-train` and `tokenmill rank`, and what the metrics say of a trained model."""
+"""`tokenmill rank`, the example that trains a model for it, and what the metrics say of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples import rank_train
+from examples.rank_train import SyntheticSpec, small_spec, synthetic_requests, train
 from tokenmill.__main__ import run
-from tokenmill.bench.mlperf.ranking_test import read_samples
+from tokenmill.bench.mlperf.ranking import read_samples
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.models.hstu import HstuModel
 from tokenmill.ranking.metrics import RankMetrics, auc, normalised_entropy, rank_metrics
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import choose_dtype, load_model
 from tokenmill.ranking.request_json import read_request, write_request
-from tokenmill.ranking.synthetic import SyntheticSpec, synthetic_requests
-from tokenmill.ranking.training import small_spec, train
 
 DATA = SyntheticSpec(
     num_users=60, num_items=256, num_categories=8, events_per_timestamp=12, num_train_candidates=8
@@ -30,8 +30,8 @@ DATA = SyntheticSpec(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of training, and the requests beside the model."""
     path = tmp_path_factory.mktemp("rank")
-    flags = ["--users", "12", "--items", "256", "--candidates", "16", "--train-steps", "2"]
-    assert run(["rank-train", str(path), *flags]) == 0
+    flags = ["--users", "12", "--items", "256", "--candidates", "16", "--steps", "2"]
+    rank_train.main([str(path), *flags])
     return path
 
 
@@ -133,7 +133,7 @@ def test_wrong_lines_are_answered_by_their_error(
 
 
 def test_models_that_are_not_there_or_do_not_fit(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="rank-train DIR writes a model"):
+    with pytest.raises(ModelLoadError, match=r"rank_train\.py writes a small model"):
         load_model(tmp_path)
     other = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(other | {"num_items": 512}), encoding="utf-8")

@@ -13,6 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny_ranking import TINY, tiny_model, tiny_request, tiny_tensors
+from tokenmill import kernels
 from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.kernels import hstu
@@ -229,19 +230,18 @@ def test_a_gpus_kernels_get_only_what_their_tiles_take(
     called = set()
 
     def twin(reference: Any) -> Any:
-        called.add(reference.__name__.removesuffix("_reference"))
-        return reference
+        def run(*arguments: Any) -> Any:
+            called.add(reference.__name__)
+            return reference(*arguments)
 
-    monkeypatch.setattr(hstu, "use_triton", lambda *_: True)
-    monkeypatch.setattr(hstu, "gpu_twin", twin)
+        return run
+
+    monkeypatch.setattr(kernels, "on_gpu", lambda x: True)
+    for name in (*TWINS, "swish_norm"):
+        own = getattr(hstu, name)
+        monkeypatch.setitem(own.twins, "gpu", twin(own.reference))
     found = random_model(spec, dtype).score(REQUESTS)
     assert called == taken and all(np.isfinite(scores).all() for scores in found)
-
-
-def test_the_dispatch_knows_the_kernels_tiles() -> None:
-    gpu = pytest.importorskip("tokenmill.kernels.gpu.hstu")
-    assert gpu.UVQK.step == gpu.OUTPUT.step == hstu.STEP
-    assert (gpu.UVQK.columns, gpu.TILE_ROWS) == (hstu.COLUMNS, hstu.TILE_ROWS)
 
 
 def test_types_and_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

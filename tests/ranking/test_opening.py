@@ -1,4 +1,4 @@
-"""Tables by their path: files, folders and databases, by the commands and by open_table."""
+"""Tables by their path: files and folders, by the commands and by open_table."""
 
 import json
 from dataclasses import replace
@@ -12,18 +12,14 @@ from ranking.tables import random_table
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.__main__ import run
 from tokenmill.core.types import ModelLoadError
-from tokenmill.ranking.engine import RankingEngine
-from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import random_model, save_model, table_paths
 from tokenmill.ranking.request_json import write_request
 from tokenmill.ranking.stores import opening
-from tokenmill.ranking.stores.database import DatabaseTable
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable
 from tokenmill.ranking.stores.opening import open_table
 from tokenmill.ranking.stores.store import EmbeddingError, TableSpec
 from tokenmill.ranking.stores.table import DeviceTable
-from tokenmill.ranking.stores.table_files import open_rows, write_rows
 from tokenmill.ranking.synthetic import LabelledRequest
 
 ROWS, DIM = 90, 6
@@ -31,18 +27,17 @@ ROWS, DIM = 90, 6
 
 @pytest.fixture
 def tables(tmp_path: Path) -> dict[str, Path]:
-    """The same rows as a file, and loaded to a folder and to a database."""
+    """The same rows as a file, and loaded to a folder."""
     file = tmp_path / "rows.npy"
     np.save(file, random_table(ROWS, DIM, torch.float32).numpy())
-    found = {"file": file, "folder": tmp_path / "folder", "database": tmp_path / "database"}
+    found = {"file": file, "folder": tmp_path / "folder"}
     assert run(["embeddings", "load", str(file), str(found["folder"])]) == 0
-    assert run(["embeddings", "load", str(file), str(found["database"]), "--database"]) == 0
     return found
 
 
 def test_every_way_gives_the_files_rows(tables: dict[str, Path]) -> None:
     table = random_table(ROWS, DIM, torch.float32)
-    kinds = {"file": DeviceTable, "folder": HostTable, "database": DatabaseTable}
+    kinds = {"file": DeviceTable, "folder": HostTable}
     ids = torch.randint(ROWS, (200,))
     for kind, path in tables.items():
         for cache_rows in (0, 20):
@@ -76,24 +71,22 @@ def test_processes_that_open_one_folder_share_its_memory(tables: dict[str, Path]
 
 
 def test_check_reads_every_row(tables: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in ("folder", "database"):
-        store = open_table(tables[kind], "cpu")
-        store.update(torch.tensor([3, 8]), torch.full((2, DIM), torch.nan))
-        store.close()
-        assert run(["embeddings", "check", str(tables[kind]), "--json"]) == 0
-        report = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert report.pop("disk_bytes") > ROWS * DIM * 4
-        shape = {"rows": ROWS, "columns": DIM, "dtype": "float32"}
-        assert report == {"kind": kind, **shape, "rows_not_finite": 2}
+    store = open_table(tables["folder"], "cpu")
+    store.update(torch.tensor([3, 8]), torch.full((2, DIM), torch.nan))
+    store.close()
+    assert run(["embeddings", "check", str(tables["folder"]), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report.pop("disk_bytes") > ROWS * DIM * 4
+    shape = {"rows": ROWS, "columns": DIM, "dtype": "float32"}
+    assert report == {"kind": "folder", **shape, "rows_not_finite": 2}
 
 
 def test_new_tables_are_zeros_of_the_type_that_was_asked_for(tmp_path: Path) -> None:
     arguments = ["--table-rows", "40", "--table-columns", "5", "--table-dtype", "bfloat16"]
-    for path, extra in ((tmp_path / "a", []), (tmp_path / "b", ["--database"])):
-        assert run(["embeddings", "create", str(path), *arguments, *extra]) == 0
-        store = open_table(path, "cpu", spec=TableSpec(40, 5, torch.bfloat16))
-        assert not store.lookup(torch.arange(40)).any()
-        store.close()
+    assert run(["embeddings", "create", str(tmp_path / "a"), *arguments]) == 0
+    store = open_table(tmp_path / "a", "cpu", spec=TableSpec(40, 5, torch.bfloat16))
+    assert not store.lookup(torch.arange(40)).any()
+    store.close()
 
 
 def test_wrong_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,15 +103,14 @@ def test_wrong_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run(["embeddings", "load", *paths, "--table-dtype", "float16"]) == 0
 
 
-@pytest.mark.parametrize("database", [False, True])
 def test_a_model_scores_the_same_with_its_table_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], database: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_model()
     save_model(model, tmp_path / "model")
     np.save(tmp_path / "items.npy", model.stores["item"].lookup(torch.arange(64)).numpy())
-    load = ["embeddings", "load", str(tmp_path / "items.npy"), str(tmp_path / "items")]
-    assert run([*load, *(["--database"] if database else [])]) == 0
+    paths = [str(tmp_path / "items.npy"), str(tmp_path / "items")]
+    assert run(["embeddings", "load", *paths]) == 0
     requests = tmp_path / "requests.jsonl"
     asked = [LabelledRequest(tiny_request(40, 20, user=u), np.zeros(20), 1) for u in range(5)]
     requests.write_text("\n".join(json.dumps(write_request(request)) for request in asked))
@@ -159,19 +151,3 @@ def test_random_models_take_tables_from_elsewhere_and_say_what_memory_they_need(
 
 def scores(out: str) -> list[list[float]]:
     return [json.loads(line)["scores"] for line in out.splitlines()]
-
-
-def test_requests_are_read_ahead_of_their_step(tmp_path: Path) -> None:
-    table = tiny_model().stores["item"].lookup(torch.arange(64))
-    write_rows(tmp_path / "items.safetensors", table)
-    DatabaseTable.create(
-        tmp_path / "t", TableSpec(64, 16, torch.float32), open_rows(tmp_path / "items.safetensors")
-    )
-    store = CachedTable(DatabaseTable(tmp_path / "t"), 16, "cpu")
-    model = RankingModel(tiny_model().dense, {**tiny_model().stores, "item": store})
-    engine = RankingEngine(model)
-    engine.submit(tiny_request(30, 10))
-    [answer] = engine.step()
-    assert np.array_equal(answer.scores, tiny_model().score([tiny_request(30, 10)])[0])
-    assert store.stats().keys_by_tier["disk"] == 0 < store.stats().keys_by_tier["host"]
-    model.close()

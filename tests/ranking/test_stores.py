@@ -14,7 +14,7 @@ from ranking.tables import cached_table, host_table, random_table, read_shared
 from tokenmill.kernels.embedding import WAYS
 from tokenmill.ranking.stores.device_cache import CachedTable, cache_memory_bytes
 from tokenmill.ranking.stores.host_table import HostTable
-from tokenmill.ranking.stores.store import EmbeddingError, EmbeddingStore, TableSpec
+from tokenmill.ranking.stores.store import HOST, EmbeddingError, EmbeddingStore, TableSpec
 from tokenmill.ranking.stores.table import DeviceTable
 
 ROWS, DIM = 60, 3
@@ -116,7 +116,7 @@ def test_slots_come_in_sets() -> None:
 
 
 def test_a_table_beyond_the_hosts_memory_is_refused() -> None:
-    with pytest.raises(EmbeddingError, match="GiB are available: take fewer rows, or the database"):
+    with pytest.raises(EmbeddingError, match="GiB are available: take fewer rows"):
         HostTable.create(TableSpec(10**9, 4096))
 
 
@@ -153,3 +153,10 @@ def _ask(connection: Connection, ids: torch.Tensor) -> torch.Tensor:
     connection.send(ids.tolist())
     assert connection.poll(60)
     return torch.tensor(connection.recv(), dtype=torch.float16)
+
+
+def test_keys_that_miss_together_are_one_row_of_the_host() -> None:
+    store = CachedTable(HostTable.create(TableSpec(64, 4)), 16, "cpu")
+    store.lookup(torch.tensor([5, 5, 5, 9]))
+    assert store.stats().keys_by_tier[HOST] == 2 and store.stats().num_hits == 0
+    store.close()

@@ -6,20 +6,16 @@ import heapq
 import random
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_events import Cleared, Dump, EventBatch, EventPublisher, Removed, Stored
 from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.routing.attention_dp import (
     ContextBalancer,
-    ContextPolicy,
-    DelayPolicy,
-    IntervalPolicy,
     Load,
-    NeverHold,
     Outlook,
     RankCaches,
     assign,
@@ -196,23 +192,6 @@ def test_the_balancer_as_tensorrt_llm_writes_it(
         assert balancer.hold(ranks) is held
 
 
-@pytest.mark.parametrize(
-    ("policy", "steps", "held"),
-    [
-        (NeverHold(), [[(1, 1), (0, 1)]] * 2, [False, False]),
-        (IntervalPolicy(3), [[(1, 1), (0, 1)]] * 5, [True, True, False, True, True]),
-        (IntervalPolicy(3), [[(1, 0), (0, 1)]] * 2, [False, False]),
-        (DelayPolicy(2), [[(1, 1), (0, 1)]] * 4, [True, True, False, True]),
-        (DelayPolicy(2), [[(1, 1), (0, 1)], [(1, 1), (1, 1)], [(0, 1), (0, 1)]], [True, 0, 0]),
-        (DelayPolicy(2), [[(1, 0), (0, 1)]], [False]),
-    ],
-)
-def test_the_other_policies(
-    policy: ContextPolicy, steps: list[list[Outlook]], held: list[bool]
-) -> None:
-    assert [policy.hold(ranks) for ranks in steps] == held
-
-
 def make(num_blocks: int = 16, chunked: bool = True) -> Scheduler:
     config = SchedulerConfig(
         max_num_batched_tokens=8, max_num_seqs=3, max_model_len=64, chunked_prefill=chunked
@@ -235,7 +214,7 @@ def step(scheduler: Scheduler, hold: bool = False) -> dict[str, int]:
     ]
     items = {seq.request_id: num_new for seq, num_new in batch.items}
     scheduler.update(batch, StepResult(sampled))
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return items
 
 
@@ -285,11 +264,11 @@ def test_kv_from_elsewhere_gets_its_blocks_in_a_held_step() -> None:
     add(scheduler, "remote", 4, kv_from="other")
     assert scheduler.outlook() == (1, 0), "it needs no context"
     assert step(scheduler, hold=True) == {}
-    (seq,) = scheduler.receiving.take_started()
-    scheduler.receiving.received(seq, 0)
+    (seq,) = scheduler.admission.take_to_receive()
+    scheduler.receive(seq, 0)
     assert step(scheduler, hold=True) == {"remote": 1}
     crowded = make(num_blocks=6)
     add(crowded, "a", 20)
     step(crowded)
     add(crowded, "remote", 8, kv_from="other")
-    assert step(crowded, hold=True) == {} and crowded.receiving.take_started() == []
+    assert step(crowded, hold=True) == {} and crowded.admission.take_to_receive() == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fake_runner import EOS, VOCAB, FakeRunner, Launched, expected
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
@@ -37,7 +38,7 @@ class Side:
     def schedule(self) -> Batch:
         self.now_ns += MS
         batch = self.scheduler.schedule(self.now_ns)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return batch
 
     def step(self) -> list[RequestOutput]:
@@ -58,7 +59,7 @@ class Side:
             outputs += end(batch, "it failed")
         if not self.overlap:
             outputs += self._collect()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return outputs
 
     def _collect(self) -> list[RequestOutput]:
@@ -104,9 +105,9 @@ class Pair:
                 self._note(notice)
         if source.random() < 0.6:
             self._collect(self.decode.step())
-        for seq in self.decode.scheduler.receiving.take_started():
+        for seq in self.decode.scheduler.admission.take_to_receive():
             if seq.finished:
-                self.decode.scheduler.receiving.release(seq)
+                self.decode.scheduler.release(seq)
             else:
                 self.receiving[seq.request_id] = seq
         for name in list(self.receiving):
@@ -130,13 +131,13 @@ class Pair:
         seq = self.receiving[name]
         if seq.finished:
             del self.receiving[name]
-            self.decode.scheduler.receiving.release(seq)
+            self.decode.scheduler.release(seq)
         elif name in self.tokens:
             for index in range(seq.num_inserted_blocks, len(self.blocks[name])):
                 copy_block(
                     self.prefill, self.decode, self.blocks[name][index], seq.block_ids[index]
                 )
-            self.decode.scheduler.receiving.received(seq, self.tokens[name])
+            self.decode.scheduler.receive(seq, self.tokens[name])
             del self.receiving[name]
             self.prefill.scheduler.leases.release(name)
 
@@ -228,7 +229,6 @@ def test_what_was_announced_outlives_preemption() -> None:
     (notice,) = side.scheduler.leases.take_notices()
     held = [side.runner.kv[b * BLOCK : (b + 1) * BLOCK] for b in notice.block_ids]
     seq = side.scheduler._queues.get("held")
-    side.scheduler._queues.running.remove(seq)
     side.scheduler._requeue(seq)
     while side.scheduler.has_work():
         side.step()
@@ -247,12 +247,12 @@ def test_a_step_that_fails_ends_who_waits_for_what_it_was_to_write() -> None:
         Request("reads", [*prompt.prompt_token_ids, 1, 2], prompt.sampling, kv_from="p")
     )
     batch = side.schedule()
-    (reads,) = side.scheduler.receiving.take_started()
+    (reads,) = side.scheduler.admission.take_to_receive()
     assert reads.num_inserted_blocks == 2
     outputs = side.scheduler.fail(batch, "it failed")
     assert {o.request_id for o in outputs} == {"writes", "reads"}
     assert all(o.finish_reason is FinishReason.ERROR for o in outputs)
-    side.scheduler.receiving.release(reads)
+    side.scheduler.release(reads)
     assert side.scheduler.pool.num_used == 0
 
 

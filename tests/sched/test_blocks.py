@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from scheduler_integrity import check_pool
 from tokenmill.core.kv_groups import Sliding
 from tokenmill.sched.cache.blocks import BlockPool, block_hashes, chain_seed, next_block_hashes
 
@@ -109,7 +110,7 @@ def test_match_returns_the_longest_cached_prefix() -> None:
     assert match(pool, [1, 2, 3, 4, 9, 9]) == table[:2]
     assert match(pool, [3, 4]) == []  # the same tokens under another parent
     assert match(pool, [1, 2], salt="x") == []
-    pool.check_integrity([table])
+    check_pool(pool, [table])
 
 
 def test_tail_is_evicted_before_the_prefix_and_old_before_new() -> None:
@@ -122,7 +123,7 @@ def test_tail_is_evicted_before_the_prefix_and_old_before_new() -> None:
     assert taken == [old[1], old[0], new[1]]
     assert match(pool, [1, 2, 3, 4]) == []
     assert match(pool, [5, 6, 7, 8]) == new[:1]
-    pool.check_integrity([taken])
+    check_pool(pool, [taken])
 
 
 def test_hit_revives_a_free_block_and_renews_its_age() -> None:
@@ -172,7 +173,7 @@ def test_child_of_an_evicted_parent_is_not_found_and_is_replaced() -> None:
     fresh = pool.allocate(1)
     pool.insert(fresh[0], hashes[1], identity, (2,))
     assert match(pool, [1, 2]) == again + fresh
-    pool.check_integrity([[child], again, fresh])
+    check_pool(pool, [[child], again, fresh])
 
 
 def test_forget_makes_free_and_used_blocks_unfindable() -> None:
@@ -181,7 +182,7 @@ def test_forget_makes_free_and_used_blocks_unfindable() -> None:
     pool.release(free)
     pool.forget([*used, *free, 2])
     assert match(pool, [1]) == match(pool, [2]) == []
-    pool.check_integrity([used])
+    check_pool(pool, [used])
 
 
 def test_collisions_never_give_a_wrong_block() -> None:
@@ -204,7 +205,7 @@ def test_collisions_never_give_a_wrong_block() -> None:
             content[table[index]] = (salt, tuple(tokens[: 2 * index + 2]))
             block = tuple(tokens[2 * index : 2 * index + 2])
             parent = pool.insert(table[index], index, parent, block)
-        pool.check_integrity([table])
+        check_pool(pool, [table])
         pool.release(table)
     assert hits > 0
 
@@ -221,12 +222,12 @@ def test_misuse_is_refused() -> None:
         BlockPool(0, 16)
 
 
-def test_check_integrity_sees_each_kind_of_damage() -> None:
+def test_check_pool_sees_each_kind_of_damage() -> None:
     def damaged(name: str) -> BlockPool:
         pool = BlockPool(4, 1)
         pool.release(fill(pool, [1]))
         table = fill(pool, [2])
-        pool.check_integrity([table])
+        check_pool(pool, [table])
         if name == "leak":
             pool._plain.pop()
         elif name == "twice":
@@ -243,11 +244,11 @@ def test_check_integrity_sees_each_kind_of_damage() -> None:
 
     for name in ("leak", "twice", "free and used", "hash", "tokens", "lost hash"):
         with pytest.raises(AssertionError):
-            damaged(name).check_integrity()
+            check_pool(damaged(name))
     pool = BlockPool(2, 1)
     pool.allocate(1)
     with pytest.raises(AssertionError, match="references"):
-        pool.check_integrity([])
+        check_pool(pool, [])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -306,16 +307,42 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        self.pool.check_integrity(self.tables)
+        check_pool(self.pool, self.tables)
 
     def teardown(self) -> None:
         for table in self.tables:
             self.pool.release(table)
         assert self.pool.num_free == self.pool.num_blocks
-        self.pool.check_integrity([])
+        check_pool(self.pool, [])
 
 
 PoolMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestPool = PoolMachine.TestCase
+
+
+def cached(pool: BlockPool, tokens: list[int], salt: str) -> int:
+    """How many blocks of a prompt are still cached."""
+    return len(pool.match(tokens, block_hashes(tokens, pool.block_size, salt=salt), salt))
+
+
+def test_no_owner_pushes_out_the_prefixes_of_others() -> None:
+    pool, prompt = BlockPool(256, 4), list(range(160))
+    for name in "abc":
+        pool.release(fill(pool, prompt, f"{name}\0s"))
+    for i in range(100):  # one after another, and each of its prompts with a salt of its own
+        pool.release(fill(pool, [1000 * (i + 1) + j for j in range(120)], f"noisy\0{i}"))
+        check_pool(pool, [])
+    assert [cached(pool, prompt, f"{name}\0s") for name in "abc"] == [40] * 3
+    assert len(pool.cached_hashes()) == 256, "what others leave is the noisy one's"
+    for i in range(100):  # now of another one, which takes no more than its share
+        pool.release(fill(pool, [10**6 * (i + 1) + j for j in range(40)], "a\0s"))
+    assert [cached(pool, prompt, f"{name}\0s") for name in "bc"] == [40] * 2
+
+
+def test_salts_without_an_owner_share_one_order() -> None:
+    pool, prompt = BlockPool(16, 4), list(range(32))
+    for salt in "xyz":
+        pool.release(fill(pool, prompt, salt))
+    assert [cached(pool, prompt, salt) for salt in "xyz"] == [0, 8, 8]

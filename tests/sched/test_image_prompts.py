@@ -7,6 +7,7 @@ import random
 import pytest
 
 from scheduler_cases import distinct, make, request, sampled, step
+from scheduler_integrity import check_scheduler
 from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.types import Request, SamplingParams
 from tokenmill.sched.scheduler import Scheduler
@@ -59,7 +60,7 @@ def prompts_of(scheduler: Scheduler) -> tuple[dict[str, int], list[float]]:
     batch = scheduler.schedule(0)
     found = {seq.request_id: num_new for seq, num_new in batch.items}
     scheduler.update(batch, sampled(batch))
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert all(found.pop(f"t{index}") == 1 for index in range(8))
     return found, [each.share for each in batch.begun_images]
 

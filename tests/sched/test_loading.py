@@ -12,6 +12,7 @@ import pytest
 
 from fake_runner import EOS, FakeRunner, Launched, expected
 from kv.at_once import without_threads
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import FinishReason, Request, SamplingParams
@@ -19,8 +20,7 @@ from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
 from tokenmill.sched.cache.blocks import BlockPool
-from tokenmill.sched.cache.prefix import match_prefix
-from tokenmill.sched.loading import names_to_load
+from tokenmill.sched.cache.prefix import find_stored, match_prefix
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import Sequence as Seq
 
@@ -130,12 +130,12 @@ def test_what_comes_back_is_what_left(
             answers[output.request_id] += output.token_ids
             if output.finish_reason is not None:
                 ends[output.request_id] = output.finish_reason
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
 
-    for number in range(60):
+    for number in range(120):
         text, salt = source.choice(texts), source.choice(["", "", "s"])
         sampling = SamplingParams(max_tokens=source.randrange(1, 12), ignore_eos=True)
-        prompt = text[: source.randrange(1, 40)]
+        prompt = text[: source.choice([3, 11, 19, 27, 39])]
         request = Request(str(number), prompt, sampling, arrival_ns=number, cache_salt=salt)
         asked[str(number)], answers[str(number)] = request, []
         engine.submit(request)
@@ -229,7 +229,7 @@ def test_a_prefix_is_on_the_device_before_its_request_has_a_place(tmp_path: Path
     was_ahead = False
     for _ in range(15):
         engine.step()
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         stats = scheduler.stats()
         was_ahead |= stats.num_loading == stats.num_running == 1
     assert was_ahead and (stats.num_running, stats.num_waiting) == (1, 1)
@@ -271,7 +271,9 @@ def test_blocks_of_waiting_requests_come_from_disk_to_host_memory(tmp_path: Path
         finish(engine)
     ask(engine, "long", [9] * 40, max_tokens=12)
     ask(engine, "again", FIRST)
-    names = dict(names_to_load(scheduler.pool, sequence(scheduler, FIRST))).keys()
+    stored = find_stored(scheduler.pool, sequence(scheduler, FIRST))
+    assert stored is not None
+    names = dict(stored.missing).keys()
     assert len(names) == 4 and names.isdisjoint(tiers.host.names())
     for _ in range(8):
         engine.step()

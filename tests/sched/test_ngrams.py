@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tokenmill.sched.ngrams import MOST_COMPARED, MOST_PLACES, NgramIndex
+from tokenmill.sched.trackers import MOST_COMPARED, MOST_PLACES, NgramIndex
 
 
 def expected(ids: list[int], count: int) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 
 from fake_runner import FakeRunner, expected
 from scheduler_cases import GO_ON, VARIANTS, distinct, make, many_requests, request, sampled, step
+from scheduler_integrity import check_scheduler
 from tokenmill.core.types import (
     FinishReason,
     Request,
@@ -57,16 +58,6 @@ def test_longest_prompts_that_fit_are_taken() -> None:
     scheduler = make(num_blocks=3, max_model_len=100)
     scheduler.add(request("pool", 11))
     assert step(scheduler) == {"pool": 11}
-
-
-def test_drain_refuses_the_new_and_finishes_the_old() -> None:
-    scheduler = make()
-    scheduler.add(request("old", 4, SamplingParams(max_tokens=2)))
-    scheduler.drain()
-    assert rejected(scheduler, request("new", 4)).stop_reason == "draining"
-    step(scheduler)
-    step(scheduler)
-    assert not scheduler.has_work()
 
 
 def test_id_is_free_again_after_the_end() -> None:
@@ -223,7 +214,7 @@ def test_constant_hash_gives_no_wrong_blocks(monkeypatch: pytest.MonkeyPatch) ->
     while scheduler.has_work():
         batch = scheduler.schedule(0)
         scheduler.update(batch, runner.run(batch))
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
 
 
 def test_hashes_are_those_of_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,13 +348,13 @@ def test_abort_in_flight_keeps_blocks_until_the_step_is_over() -> None:
     scheduler.add(distinct("b", 4))
     batch = scheduler.schedule(0)
     seq = batch.items[0][0]
-    seq.state = "matcher"
+    seq.sampler_state = "matcher"
     scheduler.abort("a")
     assert [o.request_id for o in scheduler.take_finished()] == ["a"]
-    assert len(seq.block_ids) == 1 and seq.state == "matcher"
-    scheduler.check_integrity()
+    assert len(seq.block_ids) == 1 and seq.sampler_state == "matcher"
+    check_scheduler(scheduler)
     assert [o.request_id for o in scheduler.update(batch, sampled(batch))] == ["b"]
-    assert seq.block_ids == [] and seq.state is None and seq.num_output_tokens == 0
+    assert seq.block_ids == [] and seq.sampler_state is None and seq.num_output_tokens == 0
     assert scheduler.pool.num_used == 1
     assert scheduler.take_finished() == []
 
@@ -389,7 +380,7 @@ def test_finished_entries_do_not_pile_up() -> None:
     for i in range(1000):
         scheduler.add(request(f"r{i}", 4, priority=5, deadline_ns=10**9))
         scheduler.abort(f"r{i}")
-    assert len(scheduler._queues.waiting._heap) < 100 and len(scheduler._queues._deadlines) < 100
+    assert len(scheduler._queues._waiting) < 100 and len(scheduler._queues._deadlines) < 100
     assert len(scheduler.take_finished()) == 1000
 
 
@@ -407,7 +398,7 @@ def ends_with(
         batch = scheduler.schedule(0)
         assert batch.items
         (output,) = scheduler.update(batch, StepResult([step_tokens]))
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         got += output.token_ids
         if output.finish_reason is not None:
             assert not scheduler.has_work() and scheduler.pool.num_used == 0
@@ -462,7 +453,7 @@ def test_two_requests_that_outgrow_the_pool_both_end() -> None:
             break
         batch = scheduler.schedule(0)
         outputs += scheduler.update(batch, sampled(batch))
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     ends = {o.request_id: o.stop_reason for o in outputs if o.finish_reason is LENGTH}
     assert ends == {"a": "kv_capacity", "b": "kv_capacity"}
 
@@ -497,7 +488,7 @@ def test_prompt_logprobs_survive_chunks_and_preemption_once() -> None:
         for _ in range(steps):
             batch = scheduler.schedule(0)
             outputs.extend(scheduler.update(batch, runner.run(batch)))
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
 
     run(2)
     sampling = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
@@ -506,11 +497,8 @@ def test_prompt_logprobs_survive_chunks_and_preemption_once() -> None:
     seq = scheduler._queues.get("a")
     assert seq.num_computed_tokens == 6 and seq.num_cached_tokens == 0
     assert seq.prompt_logprobs is not None and len(seq.prompt_logprobs) == 7
-    # Start over, as after a preemption in the middle of the prompt.
-    scheduler._queues.running.pop()
-    scheduler._ledger.release(seq)
-    seq.num_computed_tokens = 0
-    scheduler._queues.waiting.push(seq)
+    # It starts over after a preemption in the middle of the prompt.
+    scheduler._requeue(seq)
     run(4)
     mine = [o for o in outputs if o.request_id == "a"]
     assert [o.prompt_logprobs is not None for o in mine] == [True, False, False]
@@ -536,7 +524,7 @@ def test_failed_step_ends_its_items_and_caches_nothing() -> None:
         "out of memory",
     )
     assert scheduler.pool.num_used == 0 and not scheduler.has_work()
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     scheduler.add(request("c", 9))
     assert step(scheduler) == {"c": 9}
 
@@ -591,3 +579,21 @@ def test_same_answer_in_every_mode(variant: dict[str, Any]) -> None:
 
 
 # Overlap: a batch is chosen while the tokens of the last one are unknown
+
+
+def test_who_is_held_sits_out_and_holds_up_nobody() -> None:
+    scheduler, runner = make(num_blocks=12), FakeRunner(12, 4)
+    for name in "ab":
+        scheduler.add(request(name, [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)))
+    scheduler.update(batch := scheduler.schedule(0), runner.run(batch))
+    scheduler.hold({"a"})
+    ended = []
+    while scheduler.has_work():
+        batch = scheduler.schedule(0)
+        if not batch.items:
+            assert ended == ["b"]
+            scheduler.hold(set())
+            continue
+        outputs = scheduler.update(batch, runner.run(batch))
+        ended += [o.request_id for o in outputs if o.finish_reason is not None]
+    assert ended == ["b", "a"]

@@ -8,6 +8,7 @@ import pytest
 
 from fake_runner import FakeRunner, Launched, expected
 from scheduler_cases import VARIANTS, distinct, make, many_requests, request, step
+from scheduler_integrity import check_scheduler
 from tokenmill.core.types import (
     FinishReason,
     RequestOutput,
@@ -35,7 +36,7 @@ def overlapped(scheduler: Scheduler, room: int = 10**6) -> list[RequestOutput]:
             flying = batch, launched
         elif batch.items:
             outputs += scheduler.preempt(batch, "out of memory")
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     return outputs
 
 
@@ -64,7 +65,7 @@ def test_preempt_halves_the_step_until_it_cannot() -> None:
         batch = scheduler.schedule(0)
         assert batch.num_tokens == num_tokens
         outputs = scheduler.preempt(batch, "out of memory")
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert [(o.finish_reason, o.error) for o in outputs] == [(FinishReason.ERROR, "out of memory")]
     assert not scheduler.has_work() and scheduler.pool.num_used == 0
 
@@ -178,7 +179,7 @@ def test_whoever_reads_from_a_failed_batch_ends_with_it() -> None:
     tokens = [[5] if seq.request_id == "innocent" else [] for seq, _ in second.items]
     (output,) = scheduler.update(second, StepResult(tokens))
     assert output.request_id == "innocent" and output.error is None
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_blocks_preempted_from_a_failed_batch_are_not_found() -> None:

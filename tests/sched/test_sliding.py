@@ -10,6 +10,7 @@ import pytest
 import tokenmill
 from fake_runner import EOS, FakeRunner, expected
 from scheduler_cases import sampled
+from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import (
     NONE_SLIDE,
@@ -18,10 +19,12 @@ from tokenmill.core.kv_groups import (
     layer_groups,
     plan_groups,
 )
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.types import FinishReason, Request, SamplingParams, StepResult
+from tokenmill.engine.rerun import run_in_parts
 from tokenmill.models import spec_of
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
+from tokenmill.sched.sequence import Batch
 
 SHAPES = Path(tokenmill.__file__).parent / "bench" / "shapes"
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -67,7 +70,7 @@ def test_a_sequence_of_8k_tokens_holds_its_window() -> None:
         if seq.num_output_tokens > size and not seq.finished:
             assert len(seq.window_ids) <= 2 * sliding.most_blocks(size, size)
             assert pool.num_used <= len(seq.block_ids) + 2 * sliding.most_blocks(size, size)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     stats = scheduler.stats()
     assert stats.num_preemptions == 0 and stats.num_kv_blocks_slid > 2 * (8192 - 256) // size
 
@@ -81,7 +84,7 @@ def finish(scheduler: Scheduler, runner: FakeRunner, request: Request) -> int:
         for output in scheduler.update(batch, runner.run(batch)):
             tokens += output.token_ids
             cached = output.num_cached_tokens
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert tokens == expected(request, 100, 100)[0]
     return cached
 
@@ -91,11 +94,11 @@ def test_a_hit_is_as_long_as_both_kinds_of_layers_know() -> None:
     scheduler = Scheduler(SchedulerConfig(max_model_len=100), pool, EOS)
     runner = FakeRunner(64, 2, sliding=pool.sliding)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1]
-    assert finish(scheduler, runner, Request("a", prompt, ONE_TOKEN)) == 0
+    assert finish(scheduler, runner, Request("start", prompt[:7], ONE_TOKEN)) == 0
+    assert finish(scheduler, runner, Request("a", prompt, ONE_TOKEN)) == 6
     assert finish(scheduler, runner, Request("b", prompt, ONE_TOKEN)) == 10
     full = [pool._by_hash[h] for h in pool.cached_hashes()]
-    beside = [pool.beside(block) for block in full]
-    pool.forget(beside[3])  # tokens 6 and 7: seen after 8, 10
+    pool.forget(pool.beside(full[3]))  # tokens 6 and 7: seen after 8, 10
     assert finish(scheduler, runner, Request("c", prompt, ONE_TOKEN)) == 6
     assert finish(scheduler, runner, Request("d", prompt, ONE_TOKEN)) == 10  # c has put it back
     for block in full:
@@ -113,7 +116,7 @@ def test_what_a_failed_batch_had_to_write_behind_the_window_is_not_read(read: bo
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]
     finish(scheduler, FakeRunner(64, 2, sliding=pool.sliding), Request("a", prompt, ONE_TOKEN))
     pool.forget([page for pages in list(pool._beside.values()) for page in pages])
-    scheduler.add(Request("writer", prompt, ONE_TOKEN))
+    scheduler.add(Request("writer", [*prompt[:6], 9, 9, 9, 9, 9, 9], ONE_TOKEN))  # it branches
     first = scheduler.schedule(0)
     scheduler.advance(first)
     if read:
@@ -125,3 +128,24 @@ def test_what_a_failed_batch_had_to_write_behind_the_window_is_not_read(read: bo
     assert {output.request_id for output in ended} == {name for name, _ in items}
     assert all(output.finish_reason is FinishReason.ERROR for output in ended)
     assert not pool._beside, "what nobody wrote is found"
+
+
+def test_a_part_of_a_failed_step_runs_after_the_windows_that_it_reads() -> None:
+    """Full blocks are cached, and what sliding layers need beside them is written in this step."""
+    pool = BlockPool(64, 2, True, Sliding(4, 1))
+    scheduler = Scheduler(SchedulerConfig(max_model_len=100), pool, EOS)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1]
+    finish(scheduler, FakeRunner(64, 2, sliding=pool.sliding), Request("a", prompt, ONE_TOKEN))
+    pool.forget([page for pages in list(pool._beside.values()) for page in pages])
+    scheduler.add(Request("writer", prompt, ONE_TOKEN))
+    scheduler.add(Request("reader", prompt, ONE_TOKEN))
+    batch = scheduler.schedule(0)
+    assert [(seq.request_id, new) for seq, new in batch.items] == [("reader", 1), ("writer", 11)]
+    ran: list[str] = []
+
+    def run(part: Batch) -> StepResult:
+        ran.extend(seq.request_id for seq, _ in part.items)
+        return StepResult([[1] for _ in part.items])
+
+    run_in_parts(run, batch, 2, RuntimeError("the step raised"))
+    assert ran == ["writer", "reader"]

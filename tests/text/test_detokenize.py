@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+import tracemalloc
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +18,7 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordPiece
 
 from tiny_tokenizers import byte_fallback, byte_level, save_folder
-from tokenmill.text.detokenize import Detokenizer
+from tokenmill.text.detokenize import Detokenizer, StopTable
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -80,7 +84,7 @@ def test_deltas_join_to_the_decoded_text(
         ids = data.draw(random_ids(tokenizer))
         expected = tokenizer.decode(ids, skip_special_tokens=skip)
         stop = data.draw(st.sampled_from([(), ("never found in there",)]))
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, stop=stop)
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, stop=StopTable.of(stop))
         cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
         text = ""
         for start, end in pairwise(cuts):
@@ -140,7 +144,7 @@ def test_other_decoders_are_followed_by_decoding_again(tmp_path: Path) -> None:
     backend.decoder = decoders.WordPiece()
     tokenizer = load_tokenizer(save_folder(backend, tmp_path, unk_token="[UNK]"))
     ids = tokenizer.encode("playing the games")
-    detokenizer = Detokenizer(tokenizer, stop=("zzz",))
+    detokenizer = Detokenizer(tokenizer, stop=StopTable(("zzz",)))
     assert [detokenizer.push([i]) for i in ids] == ["play", "ing", " the", " game", "s"]
     assert detokenizer.finish() == ""
 
@@ -153,7 +157,9 @@ class TestStop:
     @pytest.mark.parametrize("include", [False, True])
     def test_cuts_the_text_and_counts_the_tokens(self, smollm2: Tokenizer, include: bool) -> None:
         ids = smollm2.encode("One two three\n\nUser: four five")
-        detokenizer = Detokenizer(smollm2, stop=("\n\nUser:", "xyz"), include_stop_str=include)
+        detokenizer = Detokenizer(
+            smollm2, stop=StopTable(("\n\nUser:", "xyz")), include_stop_str=include
+        )
         deltas = [detokenizer.push([token_id]) for token_id in ids]
         assert "".join(deltas) == "One two three" + ("\n\nUser:" if include else "")
         assert detokenizer.stop_reason == "\n\nUser:"
@@ -162,17 +168,17 @@ class TestStop:
 
     def test_several_tokens_at_once_are_consumed_up_to_the_stop(self, smollm2: Tokenizer) -> None:
         ids = smollm2.encode("One two three four five")
-        detokenizer = Detokenizer(smollm2, stop=("three",))
+        detokenizer = Detokenizer(smollm2, stop=StopTable(("three",)))
         assert detokenizer.push(ids) == "One two "
         assert detokenizer.num_tokens == 3
 
     def test_a_beginning_that_comes_to_nothing_is_released(self, smollm2: Tokenizer) -> None:
         ids = smollm2.encode("a\n\nUs and them")
-        detokenizer = Detokenizer(smollm2, stop=("\n\nUser:",))
+        detokenizer = Detokenizer(smollm2, stop=StopTable(("\n\nUser:",)))
         deltas = [detokenizer.push([token_id]) for token_id in ids]
         assert "".join(deltas) == "a\n\nUs and them"
         assert deltas[1] == ""
-        held = Detokenizer(smollm2, stop=("\n\nUser:",))
+        held = Detokenizer(smollm2, stop=StopTable(("\n\nUser:",)))
         assert held.push(smollm2.encode("a\n\nUs")) == "a"
         assert held.finish() == "\n\nUs"
 
@@ -183,26 +189,26 @@ class TestStop:
             (("c", "abc"), "", "abc"),
             (("bcdefg", "cd"), "ab", "cd"),
         ):
-            detokenizer = Detokenizer(smollm2, stop=stops)
+            detokenizer = Detokenizer(smollm2, stop=StopTable(stops))
             assert detokenizer.push(ids) + detokenizer.finish() == before
             assert detokenizer.stop_reason == reason
 
     def test_min_tokens_lets_early_stops_pass(self, smollm2: Tokenizer) -> None:
         ids = smollm2.encode("stop one stop two")
-        detokenizer = Detokenizer(smollm2, stop=("stop",), min_tokens=1)
+        detokenizer = Detokenizer(smollm2, stop=StopTable(("stop",)), min_tokens=1)
         assert detokenizer.push(ids) == "stop one "
         assert detokenizer.num_tokens == 3
 
     def test_a_stop_may_be_split_over_characters_and_tokens(self, smollm2: Tokenizer) -> None:
         ids = smollm2.encode("x 😀😀 y")
-        detokenizer = Detokenizer(smollm2, stop=("😀😀",))
+        detokenizer = Detokenizer(smollm2, stop=StopTable(("😀😀",)))
         assert "".join(detokenizer.push([i]) for i in ids) == "x "
         assert detokenizer.stop_reason == "😀😀"
 
     def test_byte_tokens_stop_at_once(self, tokenizers: dict[str, Tokenizer]) -> None:
         tokenizer = tokenizers["byte_fallback"]
         ids = tokenizer.encode("the dog\u00fbthe", add_special_tokens=False)
-        detokenizer = Detokenizer(tokenizer, stop=("\u00fb",))
+        detokenizer = Detokenizer(tokenizer, stop=StopTable(("\u00fb",)))
         text = ""
         for token_id in ids:
             text += detokenizer.push([token_id])
@@ -221,7 +227,7 @@ class TestStop:
         def check(ids: list[int], stops: list[str]) -> None:
             whole = tokenizer.decode(ids)
             found = [(whole.find(s) + len(s), whole.find(s), s) for s in stops if s in whole]
-            detokenizer = Detokenizer(tokenizer, stop=tuple(stops))
+            detokenizer = Detokenizer(tokenizer, stop=StopTable(stops))
             text = "".join([*(detokenizer.push([i]) for i in ids), detokenizer.finish()])
             if not found:
                 assert (text, detokenizer.stop_reason) == (whole, None)
@@ -231,3 +237,44 @@ class TestStop:
             assert detokenizer.num_tokens == end
 
         check()
+
+    def test_the_cost_of_a_long_stop_is_linear(self, tokenizers: dict[str, Tokenizer]) -> None:
+        """Lines of detokenize.py that run and bytes that it keeps, for stops of 512 and 1024."""
+        tokenizer = tokenizers["byte_level"]
+        (letter,) = tokenizer.encode("a")
+        lines, kept = [], []
+        for size in (512, 1024):
+
+            def begin_the_stop_for_ever(size: int = size) -> Detokenizer:
+                table = StopTable(["a" * (size - 1) + "b", "a" * (size // 2) + "c"])
+                detokenizer = Detokenizer(tokenizer, stop=table)
+                detokenizer.push([letter] * 2 * size)
+                return detokenizer
+
+            lines.append(count_lines(begin_the_stop_for_ever))
+            tracemalloc.start()
+            begin_the_stop_for_ever()
+            kept.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert lines[1] < 2.2 * lines[0] and lines[1] < 100 * 1024
+        assert kept[1] < 2.5 * kept[0] and kept[1] < 400 * 1024
+
+
+def count_lines(action: Callable[[], object]) -> int:
+    """The lines that run in the module under test."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith("detokenize.py"):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count

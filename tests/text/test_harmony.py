@@ -15,7 +15,7 @@ from api.sim import make_tokenizer
 from harmony_tokenizer import SPECIAL_TOKENS, harmony_tokenizer
 from tokenmill.cli.chat.chat_channels import Channels
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
-from tokenmill.text.detokenize import Detokenizer
+from tokenmill.text.detokenize import Detokenizer, StopTable
 from tokenmill.text.harmony import HarmonyReader, HarmonyTokens, one_call_per_message
 from tokenmill.text.output_style import resolve_style
 from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta
@@ -34,7 +34,7 @@ def tokens() -> HarmonyTokens:
 
 def reader(prompt: str = PROMPT, stop: tuple[str, ...] = (), **options: Any) -> HarmonyReader:
     known = harmony_tokenizer()
-    detokenizer = Detokenizer(known, stop=stop)
+    detokenizer = Detokenizer(known, stop=StopTable.of(stop))
     options = {"names": ("weather", "clock")} | options
     return HarmonyReader(detokenizer, known, tokens(), known.encode(prompt, False), **options)
 

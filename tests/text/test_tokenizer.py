@@ -506,16 +506,6 @@ class TestChatTemplate:
             ("x", [{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
             ("x", [{"role": "user", "content": [{"type": "text"}]}], "must have text"),
             ("x", [], "must not be empty"),
-            (
-                "x",
-                [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                    }
-                ],
-                "arguments of 'f'",
-            ),
         ],
     )
     def test_refusals(

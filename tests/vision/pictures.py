@@ -43,6 +43,16 @@ def empty_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + data + chunk(b"IEND", b"")
 
 
+def gif(
+    width: int, height: int, frame: tuple[int, int, int, int] = (0, 0, 1, 1), before: bytes = b""
+) -> bytes:
+    """A GIF with this screen and one frame at this place, of this size."""
+    table = bytes([0, 0, 0, 255, 255, 255])
+    end = b"\x02\x02\x44\x01\x00;"  # a pixel of LZW
+    head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + table
+    return head + before + b"," + struct.pack("<HHHHB", *frame, 0) + end
+
+
 def seeds() -> list[bytes]:
     """Small files of every kind, to be broken."""
     frames = [photo(40, 33, seed) for seed in range(2)]

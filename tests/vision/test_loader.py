@@ -13,6 +13,7 @@ import pytest
 from tokenmill.core.images import ImageInput
 from tokenmill.core.types import ImageError
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.vision.image_maker import ImageMaker
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from vision.pictures import data_url, file_of, photo
@@ -32,13 +33,13 @@ async def load(loader: ImageLoader, *urls: str) -> list[ImageInput]:
 
 def test_an_image_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    process = ImageProcessor.process
+    make = ImageMaker.make
 
-    def counted(self: ImageProcessor, data: bytes, *rest: Any) -> ImageInput:
+    def counted(self: ImageMaker, data: bytes, *rest: Any) -> ImageInput:
         made.append(data)
-        return process(self, data, *rest)
+        return make(self, data, *rest)
 
-    monkeypatch.setattr(ImageProcessor, "process", counted)
+    monkeypatch.setattr(ImageMaker, "make", counted)
 
     async def run() -> None:
         loader = ImageLoader(PROCESSOR, VisionConfig())
@@ -78,13 +79,13 @@ def test_a_call_that_is_given_up_does_not_end_the_work_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     go = Event()
-    process = ImageProcessor.process
+    make = ImageMaker.make
 
-    def slow(self: ImageProcessor, *rest: Any) -> ImageInput:
+    def slow(self: ImageMaker, *rest: Any) -> ImageInput:
         go.wait()
-        return process(self, *rest)
+        return make(self, *rest)
 
-    monkeypatch.setattr(ImageProcessor, "process", slow)
+    monkeypatch.setattr(ImageMaker, "make", slow)
 
     async def run() -> None:
         loader = ImageLoader(PROCESSOR, VisionConfig())

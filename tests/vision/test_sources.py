@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from socket import create_server, socket
 from threading import Thread
@@ -17,16 +18,27 @@ import pytest
 
 from tokenmill.core.types import ImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.vision import image_maker
 from tokenmill.vision.addresses import AllowedHosts, is_public
 from tokenmill.vision.image_files import decode, open_image
+from tokenmill.vision.image_headers import checked_size
+from tokenmill.vision.image_maker import ImageMaker
+from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from tokenmill.vision.sources import ImageSources
-from vision.pictures import empty_png
+from vision.pictures import empty_png, file_of, gif, photo
+
+LIMITS = PixelLimits(1024, 65_536)
 
 
 def webp(width: int, height: int) -> bytes:
     canvas = bytes(4) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     body = b"WEBPVP8X" + (10).to_bytes(4, "little") + canvas
     return b"RIFF" + len(body).to_bytes(4, "little") + body
+
+
+def maker() -> ImageMaker:
+    halves = (0.5, 0.5, 0.5)
+    return ImageMaker(ImageProcessor(LIMITS, 16, 2, 2, 1 / 255, halves, halves, 7), 64_000_000)
 
 
 @contextmanager
@@ -205,7 +217,7 @@ def test_a_fetch() -> None:
         ("HTTP/1.1 404 Not Found\nContent-Length: 0", "status 404"),
         ("HTTP/1.1 200 OK\nContent-Length: 209715200", "larger than 1000 bytes"),
         ("HTTP/1.1 200 OK\nContent-Length: 10", "too early"),
-        ("HTTP/1.1 200 OK\nX: " + "x" * 70_000, "headers"),
+        ("HTTP/1.1 200 OK\nX: " + "x" * 70_000, "the head has more"),
         ("SSH-2.0-OpenSSH", "not HTTP"),
         ("HTTP/1.1 302 Found\nLocation: https://169.254.169.254/meta", "not one of those"),
         ("HTTP/1.1 302 Found\nLocation: file:///etc/passwd", "file: URLs are not fetched"),
@@ -242,12 +254,17 @@ def test_a_slow_server_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [empty_png(30_000, 30_000), empty_png(9000, 9000), webp(16_000, 16_000)]
+    "data",
+    [
+        *(empty_png(30_000, 30_000), empty_png(9000, 9000), webp(16_000, 16_000)),
+        *(gif(65_535, 65_535), gif(1, 1, frame=(1, 1, 9000, 9000))),
+    ],
+    ids=["png", "png 9000", "webp", "gif", "gif frame"],
 )
 def test_bombs_are_refused_by_their_header(data: bytes) -> None:
     tracemalloc.start()
     with pytest.raises(ImageError, match=r"64000000"):
-        open_image(data, 64_000_000)
+        checked_size(data, 64_000_000)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
 
@@ -258,3 +275,34 @@ def test_broken_files_are_named() -> None:
     for data, problem in [(b"", "empty"), (b"%PDF-1.7", "no readable PNG")]:
         with pytest.raises(ImageError, match=problem):
             open_image(data, 10**6)
+
+
+# What Pillow takes for the length of a block ends the extension: they find different frames.
+HIDES = b"!\xf9\x00" + b"," + struct.pack("<HHHHB", 0, 0, 8, 8, 0) + bytes(36)
+
+
+@pytest.mark.parametrize("side", [9000, 14_000])
+def test_a_frame_that_only_the_decoder_finds_is_no_image(side: int) -> None:
+    """It has the memory of the small one that the header states."""
+    hidden = gif(8, 8, frame=(0, 0, side, side), before=HIDES)
+    assert checked_size(hidden, 64) == (8, 8)
+    with closing(maker()) as made, pytest.raises(ImageError, match=r"its decoder finds|cannot be"):
+        made.make(hidden, LIMITS, 4096)
+
+
+def test_an_image_ends_its_process_and_no_other_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = file_of(photo(64, 64), "PNG")
+    with closing(maker()) as made:
+        expected = made.make(small, LIMITS, 4096)
+        (process,) = made._processes._idle
+        monkeypatch.setattr(image_maker, "BASE_BYTES", 2**20)
+        monkeypatch.setattr(image_maker, "PIXEL_BYTES", 0)
+        with pytest.raises(ImageError, match="takes more memory than images of its size"):
+            made.make(file_of(photo(1500, 1500), "PNG"), LIMITS, 4096)
+        monkeypatch.undo()
+        monkeypatch.setattr(image_maker, "DECODE_S", 0.0001)
+        with pytest.raises(ImageError, match=r"took more than 0\.0001 s"):
+            made.make(small, LIMITS, 4096)
+        monkeypatch.undo()
+        assert not process.is_alive
+        assert made.make(small, LIMITS, 4096) == expected

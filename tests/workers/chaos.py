@@ -84,7 +84,7 @@ def stream(
         connection.connect()
         if made is not None:
             made.port, made.until_s = connection.sock.getsockname()[1], time.monotonic()
-        connection.request("POST", "/v1/chat/completions", json.dumps(call))
+        connection.request("POST", "/v1/chat/completions", json.dumps(call), JSON)
         response = connection.getresponse()
         if response.status in (429, 503):
             return None, 0.0

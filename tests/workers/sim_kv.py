@@ -82,7 +82,7 @@ class SimCache:
         connector = FlakyConnector(self.pages, [self.slots])
         connector.fault_rate = fault_rate
         num_blocks, size = self.slots.shape
-        shape = KVGeometry("sim", "none", "tokens", 1, 1, 1, size, (4 * size,))
+        shape = KVGeometry("sim", "", "none", "tokens", 1, 1, 1, size, (4 * size,))
         way = KVWay(connector.name, connector.regions, connector.endpoint)
         address = KVAddress(self.engine_id, host_identity(), shape, num_blocks, (way,))
         return KVTransfer(scheduler, [connector], address)

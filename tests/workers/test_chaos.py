@@ -16,7 +16,6 @@ POOL = PoolConfig(
     workers=3,
     remote_prefill_tokens=40,
     kv_lease_s=2.0,  # a slow transfer does not end in time
-    placement="process",
     max_migrations=100,  # the dice may fall on one request's workers again and again
     heartbeat_s=0.2,
     hang_timeout_s=1.0,

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +14,10 @@ import msgspec
 import pytest
 import zmq
 
+from tokenmill.api.front_server import _without_secrets
+from tokenmill.api.keys import Keys
 from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.core.types import Request
 from tokenmill.routing.load_report import FrontLoad, LoadReport
 from tokenmill.workers.fronts import control_socket, sync_rounds
@@ -30,10 +32,8 @@ from tokenmill.workers.fronts.control import (
     FromFront,
     FrontSetup,
     GetResponse,
-    GetTicket,
     GetTotals,
     Hello,
-    Keep,
     KeepResponse,
     Left,
     Listening,
@@ -42,7 +42,6 @@ from tokenmill.workers.fronts.control import (
     Sync,
     Synced,
     ToFront,
-    Totals,
     Welcome,
     WorkerAdded,
     WorkerGone,
@@ -51,15 +50,12 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
-from tokenmill.workers.fronts.kept_answers import KeptAnswer
 from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
 from tokenmill.workers.fronts.owner_link import OwnerLink
-from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.messages import (
     AddFront,
     DropFront,
-    FrontDropped,
     FrontLost,
     GetKV,
     Ready,
@@ -71,7 +67,9 @@ from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.worker_process import _Loop
 from workers.counting_engine import FACTS
 
-SETUP = FrontSetup("1", "m", "", "", "", ServerConfig(), PoolConfig(heartbeat_s=60.0))
+SETUP = FrontSetup(
+    "1", "m", "", "", ServerConfig(), KeyRing(b"", b""), PoolConfig(heartbeat_s=60.0)
+)
 GENEROUS_S = 180.0
 
 
@@ -112,15 +110,21 @@ class Pool:
 class Peer:
     """A front: it says something, and keeps what it hears."""
 
-    def __init__(self, owner: FrontOwner, name: str = "") -> None:
+    def __init__(self, owner: FrontOwner, name: str) -> None:
         self.owner, self.heard = owner, list[ToFront]()
+        self.identity, others = str(id(self)).encode(), owner._socket.send
+
+        def send(identity: bytes, data: bytes) -> None:
+            if identity == self.identity:
+                self.heard.append(decode_to_front(data))
+            else:
+                others(identity, data)
+
+        owner._socket.send = send  # type: ignore[method-assign]
         self.say(Hello(owner._issue(name), "1"))
 
     def say(self, message: FromFront) -> None:
-        self.owner._receive(cast(Any, self), str(id(self)).encode(), encode(message))
-
-    def send(self, identity: bytes, data: bytes) -> None:
-        self.heard.append(decode_to_front(data))
+        self.owner._receive(self.identity, encode(message))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
@@ -141,11 +145,8 @@ class Process:
 
 
 @asynccontextmanager
-async def owning(
-    *slots: Slot, num_fronts: int = 2, host: str = "127.0.0.1", spawn: Any = None, far: Any = None
-) -> AsyncIterator[FrontOwner]:
-    setup = msgspec.structs.replace(SETUP, server=ServerConfig(host=host))
-    owner = FrontOwner(cast(Any, Pool(*slots)), setup, spawn, num_fronts, None, far)
+async def owning(*slots: Slot, num_fronts: int = 2, spawn: Any = None) -> AsyncIterator[FrontOwner]:
+    owner = FrontOwner(cast(Any, Pool(*slots)), SETUP, spawn, num_fronts)
     try:
         async with asyncio.timeout(GENEROUS_S):
             yield owner
@@ -167,58 +168,6 @@ def test_a_front_is_not_sent_to_a_worker_that_leaves() -> None:
             assert front.of(WorkerLeaving) == [WorkerLeaving("w2", 0.0), WorkerLeaving("w9", 0.0)]
             owner.worker_ready(cast(Any, leaving))
             assert front.of(WorkerAdded) == []
-
-    asyncio.run(main())
-
-
-def test_the_owner_speaks_on_while_it_waits_for_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(owner_module, "EVERY_S", 0.05)
-
-    async def main() -> None:
-        slot = Slot("w0")
-        async with owning(slot, num_fronts=1) as owner:
-            stays, silent = Peer(owner, "f0"), Peer(owner)
-            silent.say(Connect("w0", "ipc://x"))
-            owner._fronts["j0"].heard_s = time.monotonic() - 1e6
-            owner._begin(owner._beat())
-            await until(lambda: any(isinstance(m, DropFront) for m in slot.sent))
-            before = len(stays.of(Totals))
-            await until(lambda: len(stays.of(Totals)) > before + 1)
-            owner._on_worker(cast(Any, slot), FrontDropped("j0.2"))
-            await until(lambda: "j0" not in owner._fronts)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("link_broke", [False, True])
-def test_a_silent_front_of_another_node_is_ended_and_started_again(
-    link_broke: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("EVERY_S", "SILENT_S", "BACKOFF_S"):
-        monkeypatch.setattr(owner_module, name, 0.01)
-    processes: list[Process] = []
-
-    async def spawn(ticket: Any) -> Process:
-        processes.append(Process())
-        return processes[-1]
-
-    async def main() -> None:
-        slot = Slot("w0")
-        async with owning(slot, far=spawn) as owner:
-            front = owner._fronts["f1"]
-            owner._begin(owner._keep(front))
-            await until(lambda: processes)
-            Peer(owner, "f1").say(Listening("http://x"))
-            if link_broke:
-                owner._on_worker(cast(Any, slot), FrontLost("f1.1"))
-            else:
-                front.heard_s = time.monotonic() - 1e6
-                assert not front.is_alive()
-                owner._begin(owner._beat())
-            await until(lambda: len(processes) == 2)
-            assert processes[0].ended.is_set()
 
     asyncio.run(main())
 
@@ -267,7 +216,7 @@ def test_a_worker_that_leaves_the_pool_is_not_waited_for() -> None:
 
 
 def test_only_the_front_whose_link_broke_loses_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "SILENT_S", 0.01)
+    monkeypatch.setattr(owner_module, "LINK_S", 0.01)
 
     async def main() -> None:
         slot = Slot("p0", role="prefill")
@@ -284,11 +233,45 @@ def test_only_the_front_whose_link_broke_loses_the_worker(monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
+def test_a_front_that_takes_no_messages_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (control_socket, owner_module):
+        monkeypatch.setattr(module, "MAX_MESSAGES", 8)
+    processes: list[Process] = []
+
+    async def spawn(address: str, ticket: str) -> Process:
+        processes.append(Process())
+        return processes[-1]
+
+    async def main() -> None:
+        async with owning(num_fronts=1, spawn=spawn) as owner:
+            owner._begin(owner._keep(front := owner._fronts["f0"]))
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.set(zmq.LINGER, 0)
+                socket.set(zmq.RCVHWM, 8)
+                socket.connect(owner._socket.address)
+                while not owner._tickets:
+                    await asyncio.sleep(0.01)
+                socket.send(encode(Hello(next(iter(owner._tickets)), "1")))
+                while front.peer is None:
+                    await asyncio.sleep(0.01)
+                front.state = "ready"
+                for _ in range(1000):
+                    front.send_bytes(bytes(100_000))
+                    if processes[0].ended.is_set():
+                        break
+                await asyncio.wait_for(processes[0].ended.wait(), 20)
+
+    asyncio.run(main())
+    assert "front f0 takes no messages (8 wait, the most that may) and is ended" in caplog.text
+
+
 # Stored responses: one front sends them, and a client asks another one for them.
 
 
-KEPT = KeepResponse("r", 0, ["i"], b"payload")
-QUESTIONS = (GetResponse("r", 0), FindItem("i", 0), DeleteResponse("r", 0))
+KEPT = KeepResponse("r", "a", ["i"], b"payload")
+QUESTIONS = (GetResponse("r", "a"), FindItem("i", "a"), DeleteResponse("r", "a"))
 
 
 def listening(owner: FrontOwner, *names: str) -> list[Peer]:
@@ -313,7 +296,7 @@ def test_a_response_that_is_on_its_way_is_found(question: Question) -> None:
             deletes = isinstance(question, DeleteResponse)
             response = None if deletes else KEPT.payload
             assert asked.of(Answer) == [Answer(1, response=response, is_deleted=deletes)]
-            maker.say(Ask(2, GetResponse("r", 0)))
+            maker.say(Ask(2, GetResponse("r", "a")))
             if deletes:
                 await until(lambda: maker.of(Sync)[1:])
             else:
@@ -327,11 +310,11 @@ def test_a_sync_that_began_before_the_question_does_not_count() -> None:
     async def main() -> None:
         async with owning() as owner:
             maker, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, GetResponse("unknown", 0)))
+            asked.say(Ask(1, GetResponse("unknown", "a")))
             await until(lambda: maker.of(Sync))
             maker.say(Synced(1))  # and after it the response, which comes late
             for number in (2, 3):
-                asked.say(Ask(number, GetResponse("r", 0)))
+                asked.say(Ask(number, GetResponse("r", "a")))
             await asyncio.sleep(0)
             asked.say(Synced(1))
             await until(lambda: len(maker.of(Sync)) == 2)
@@ -352,11 +335,11 @@ def test_a_silent_front_delays_a_miss_by_a_bounded_time(monkeypatch: pytest.Monk
     async def main() -> None:
         async with owning() as owner:
             silent, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, GetResponse("r", 0)))
+            asked.say(Ask(1, GetResponse("r", "a")))
             await until(lambda: asked.of(Answer))
             assert asked.of(Answer) == [Answer(1)]
             monkeypatch.setattr(sync_rounds, "ROUND_S", 2 * GENEROUS_S)
-            asked.say(Ask(2, GetResponse("r", 0)))
+            asked.say(Ask(2, GetResponse("r", "a")))
             await until(lambda: len(silent.of(Sync)) == 2)
             asked.say(Synced(2))
             silent.say(Synced(1))  # late: it says nothing of what was sent after it
@@ -377,20 +360,17 @@ def test_what_a_front_sent_before_its_end_is_stored(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         async with owning() as owner:
             maker, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, GetResponse("unknown", 0)))
+            asked.say(Ask(1, GetResponse("unknown", "a")))
             await until(lambda: maker.of(Sync))
             asked.say(Synced(1))
             await owner._gone(owner._fronts["f0"])
             await until(lambda: asked.of(Answer))  # nobody waits for the dead
             maker.say(KEPT)
-            answer = KeptAnswer(b"digest", [], b"body")
-            maker.say(Keep(b"name", answer))
             maker.say(OpenCalls(5))
             assert owner._responses.size() == (1, len(KEPT.payload))
-            assert owner._answers.get(b"name") == answer
             assert owner._fronts["f0"].calls.num_open == 0
             await until(lambda: len(owner._by_peer) == 1)
-            maker.say(KeepResponse("later", 0, [], b"x"))
+            maker.say(KeepResponse("later", "a", [], b"x"))
             assert owner._responses.size()[0] == 1
 
     asyncio.run(main())
@@ -409,23 +389,24 @@ async def linked(owner: FrontOwner) -> AsyncIterator[OwnerLink]:
 
 
 def test_a_question_that_fails_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[str] = []
-
-    def folder(prefix: str) -> str:
-        folders.append(tempfile.mkdtemp(prefix=prefix))
-        return folders[-1]
-
-    monkeypatch.setattr(control_socket, "tempfile", SimpleNamespace(mkdtemp=folder))
-
     async def main() -> None:
-        async with owning(host="no.such.host") as owner, linked(owner) as link:
-            await link.join(owner._issue("f0"), "1", None)
-            with pytest.raises(PoolError, match=r"'no\.such\.host'.* --host"):
-                await link.ask(GetTicket("1", None))
-            assert len(folders) == 2 and not Path(folders[1]).exists()
+        async with owning() as owner, linked(owner) as link:
+            await link.join(owner._issue("f0"), "1")
             monkeypatch.setattr(owner, "_totals", lambda decisions: 1 / 0)
             with pytest.raises(FrontError, match="ZeroDivisionError"):
                 await link.ask(GetTotals())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("ticket", "version"), [("used", "1"), ("guessed", "1"), ("new", "0")])
+def test_only_fronts_that_the_owner_started_get_its_settings(ticket: str, version: str) -> None:
+    async def main() -> None:
+        async with owning() as owner, linked(owner) as first, linked(owner) as second:
+            tickets = {"used": owner._issue("f0"), "new": owner._issue("f1"), "guessed": "0" * 64}
+            await first.join(tickets["used"], "1")
+            with pytest.raises(FrontError, match=r"by its server alone|after an update"):
+                await second.join(tickets[ticket], version)
 
     asyncio.run(main())
 
@@ -434,7 +415,7 @@ def test_what_comes_right_after_the_welcome_is_passed_on_in_order() -> None:
     async def main() -> None:
         async with owning() as owner, linked(owner) as link:
             owner._stopping = True
-            await link.join(owner._issue("f0"), "1", None)
+            await link.join(owner._issue("f0"), "1")
             owner._fronts["f0"].send(WorkerAdded("w3", "both"))
             await until(lambda: len(link._messages) == 2)
             heard: list[ToFront] = []
@@ -455,24 +436,26 @@ def test_stored_responses_and_their_limits_are_those_of_all_fronts() -> None:
         owner = FrontOwner(cast(Any, Pool()), setup, cast(Any, None), 2)
         async with asyncio.timeout(GENEROUS_S), linked(owner) as one, linked(owner) as other:
             fronts = [
-                MemberPool(await link.join(owner._issue(name), "1", None), link, None)
+                MemberPool(await link.join(owner._issue(name), "1"), link, None)
                 for link, name in ((one, "f0"), (other, "f1"))
             ]
             for front in fronts:
                 front.membership.listening("http://x")
             first, second = (front.response_keeper(limits) for front in fronts)
-            first.put("a", 0, ["i"], b"a")
-            first.put("b", 0, ["i", "j"], b"bb")
-            assert await second.get("b", 0) == b"bb", "it is there when another front asks for it"
-            assert await second.get("a", 0) == b"a", "and is used later than b now"
-            assert await second.get("a", 1) is None and not await second.delete("a", 1)
-            second.put("c", 0, ["k"], b"ccc")
-            assert await first.get("b", 0) is None, "the limit is that of all fronts"
-            assert await first.find_item("i", 0) == b"a" and await first.find_item("j", 0) is None
+            first.put("a", "k", ["i"], b"a")
+            first.put("b", "k", ["i", "j"], b"bb")
+            assert await second.get("b", "k") == b"bb", "it is there when another front asks for it"
+            assert await second.get("a", "k") == b"a", "and is used later than b now"
+            assert await second.get("a", "l") is None and not await second.delete("a", "l")
+            second.put("c", "k", ["k"], b"ccc")
+            assert await first.get("b", "k") is None, "the limit is that of all fronts"
+            assert (
+                await first.find_item("i", "k") == b"a" and await first.find_item("j", "k") is None
+            )
             for front in fronts:
                 await front.refresh()
             assert first.size() == second.size() == (2, 4)
-            assert await first.delete("c", 0) and not await second.delete("c", 0)
+            assert await first.delete("c", "k") and not await second.delete("c", "k")
             for front in fronts:
                 await front.close()
             await owner.close()
@@ -480,18 +463,19 @@ def test_stored_responses_and_their_limits_are_those_of_all_fronts() -> None:
     asyncio.run(main())
 
 
-def test_a_ticket_that_nobody_uses_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "TICKET_S", 0.01)
-
-    async def main() -> None:
-        async with owning() as owner, linked(owner) as link:
-            ticket = owner._open().ticket
-            assert ticket in owner._tickets
-            await until(lambda: ticket not in owner._tickets)
-            with pytest.raises(FrontError, match="too old"):
-                await link.join(ticket, "1", None)
-
-    asyncio.run(main())
+def test_fronts_are_told_no_secret() -> None:
+    config = ServerConfig(api_keys=("the-key",), control_token="the-token")
+    told = _without_secrets(config, 1)
+    ring = Keys.of(config, "the-token", b"salt").ring
+    welcome = encode(
+        Welcome("f0", "f0.1", msgspec.structs.replace(SETUP, server=told, keys=ring), {})
+    )
+    assert b"the-" not in welcome
+    found = decode_to_front(welcome)
+    assert isinstance(found, Welcome)
+    keys = found.setup.keys
+    assert keys.account_of("the-key") == ring.account_of("the-key") is not None
+    assert keys.is_control("the-token") and keys.account_of("the-tokens") is None
 
 
 # A worker that a front has left.

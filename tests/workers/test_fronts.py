@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,24 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import NotFoundError, OpenAI, UnprocessableEntityError
-from openai.types.responses import Response
+from openai import OpenAI
 
 from api.sim import BLOCK_SIZE, DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import SimServer, sim_server, wait_until
-from api.streams import GENEROUS_S, Spawner, read, until
-from tokenmill import __version__
-from tokenmill.api.front_server import own_host
+from api.streams import GENEROUS_S, Spawner, read
+from open_ports import descendants, elsewhere
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
 from tokenmill.routing.router import Router
-from tokenmill.workers.fronts import member
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import Announced, FrontSetup, decode_to_front, encode
 from tokenmill.workers.fronts.front_process import front_spawner
 from tokenmill.workers.fronts.member import MemberPool
-from tokenmill.workers.fronts.owner import FrontError, FrontOwner
+from tokenmill.workers.fronts.owner import FrontOwner
 from tokenmill.workers.fronts.owner_link import OwnerLink
 from tokenmill.workers.messages import AddFront, ToWorker
 from tokenmill.workers.pool import WorkerPool
@@ -51,10 +48,11 @@ LONG = "the lazy dog jumps over the quick brown fox " * 8
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
-    pool = PoolConfig(workers=2, placement="process", heartbeat_s=0.2)
+    pool = PoolConfig(workers=2, heartbeat_s=0.2)
     config = ServerConfig(port=0, fronts=2, api_keys=KEYS, max_concurrency_per_key=6)
     vision = VisionConfig()
     with sim_server(config, step_ms=STEP_MS, pool=pool, vision=vision, ends_well=False) as running:
+        assert elsewhere(descendants(running.process.pid)) == set()
         yield running
 
 
@@ -70,8 +68,8 @@ def open_calls(server: SimServer) -> dict[str, int]:
 def stream(server: SimServer, content: str, key: str = KEYS[0], **fields: Any) -> socket.socket:
     call = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
     call["stream_options"] = {"include_usage": True}
-    headers = f"Authorization: Bearer {key}\r\nIdempotency-Key: {content[-12:]}\r\n"
-    return server.open_call("/v1/chat/completions", call | fields, headers)
+    head = f"Authorization: Bearer {key}\r\n"
+    return server.open_call("/v1/chat/completions", call | fields, head)
 
 
 def text_of(connection: socket.socket) -> tuple[str, bool]:
@@ -161,7 +159,7 @@ def test_images_are_counted_over_all_fronts(server: SimServer) -> None:
 
 def test_a_killed_front_takes_only_its_own_streams_with_it(server: SimServer) -> None:
     for attempt in range(10):
-        prompt = f"{LONG}{attempt} count: "  # a call that came to its end would be answered at once
+        prompt = f"{LONG}{attempt} count: "
         streams = [stream(server, f"{prompt}{220 + i}") for i in range(6)]
         wait_until(lambda: sum(open_calls(server).values()) == 6, "all streams run")
         counts = open_calls(server)
@@ -220,30 +218,11 @@ def test_limits_per_key_hold_over_all_fronts(server: SimServer) -> None:
         connection.close()
 
 
-def test_a_repeated_call_gets_the_answer_that_was_given(server: SimServer) -> None:
-    def ask(content: str) -> tuple[str, str | None]:
-        with OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
-            answer = client.chat.completions.with_raw_response.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": content}],
-                extra_headers={"Idempotency-Key": "one"},
-            )
-            return answer.text, answer.headers.get("idempotent-replayed")
-
-    first, replayed = ask("say: hello")
-    assert replayed is None
-    routed = [worker["routed"] for worker in view(server)["workers"]]
-    assert {ask("say: hello") for _ in range(4)} == {(first, "true")}
-    assert [worker["routed"] for worker in view(server)["workers"]] == routed
-    with pytest.raises(UnprocessableEntityError, match="used for another call"):
-        ask("say: something else")
-
-
 @asynccontextmanager
 async def owned(spawner: Spawner) -> AsyncIterator[tuple[WorkerPool, FrontOwner]]:
     """A worker and the owner of fronts, which the test itself is."""
     pool = WorkerPool(spawner, PoolConfig(backoff_s=0.01, max_restarts=1))
-    setup = FrontSetup("1", MODEL, "", "", "", ServerConfig(port=0))
+    setup = FrontSetup("1", MODEL, "", "", ServerConfig(port=0), KeyRing(b"", b""))
     owner = FrontOwner(pool, setup, front_spawner(()), 1)
     try:
         async with asyncio.timeout(GENEROUS_S):
@@ -259,7 +238,7 @@ def test_open_requests_end_at_once_when_the_workers_are_given_up() -> None:
         spawner = Spawner(COUNTING)
         async with owned(spawner) as (pool, owner):
             link = OwnerLink(owner._socket.address)
-            front = MemberPool(await link.join(owner._issue("f0"), "1", None), link, None)
+            front = MemberPool(await link.join(owner._issue("f0"), "1"), link, None)
             await front.start()
             stream = front.submit([request("x", 10**9)])
             spawner.argv = [*COUNTING, "--exit-code", "5"]
@@ -275,8 +254,8 @@ def test_open_requests_end_at_once_when_the_workers_are_given_up() -> None:
     asyncio.run(main())
 
 
-def test_a_front_that_workers_cannot_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "SILENT_S", 0.01)
+def test_a_link_that_a_worker_cannot_make_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "LINK_S", 0.01)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         refused = f"tcp://127.0.0.1:{probe.getsockname()[1]}#"  # nobody listens there
@@ -290,153 +269,109 @@ def test_a_front_that_workers_cannot_reach_says_so(monkeypatch: pytest.MonkeyPat
             def mislead(message: ToWorker) -> None:
                 if isinstance(message, AddFront):
                     tries.append(message)
-                    key = message.address.partition("#")[2]
-                    message = AddFront(message.front, refused + key)
+                    if len(tries) == 1:
+                        key = message.address.partition("#")[2]
+                        message = AddFront(message.front, refused + key)
                 send(message)
 
             monkeypatch.setattr(slot, "send", mislead)
-            for limit_s in (GENEROUS_S, 0.01):
-                monkeypatch.setattr(member, "LINK_TIMEOUT_S", limit_s)
-                joins = OwnerLink(owner._socket.address)
-                welcome = await joins.join(owner._issue(), "1", None)
-                front = MemberPool(welcome, joins, "127.0.0.1")
-                starts = asyncio.create_task(front.start())
-                if limit_s == GENEROUS_S:  # the worker tells, and the front tries again
-                    await until(lambda: len(tries) > 1)
-                    starts.cancel()
-                else:
-                    with pytest.raises(FrontError, match=r"w0 did not connect .* 127\.0\.0\.1 "):
-                        await starts
-                await front.close()
-                joins.close()
+            link = OwnerLink(owner._socket.address)
+            front = MemberPool(await link.join(owner._issue("f0"), "1"), link, "127.0.0.1")
+            async with asyncio.timeout(GENEROUS_S):
+                await front.start()
+            assert len(tries) > 1
+            await front.close()
+            link.close()
 
     asyncio.run(main())
 
 
-JOIN = """
-import sys
-from api.sim import load
-from tokenmill.__main__ import run
-from tokenmill.cli import front
-front.load = lambda setup: load(setup, True)
-sys.exit(run(["front", "--join", sys.argv[1], "--port", *sys.argv[2:]]))
-"""
+class At:
+    """A connection to one front, kept open."""
+
+    def __init__(self, server: SimServer) -> None:
+        self._connection = http.client.HTTPConnection(*server.address, timeout=GENEROUS_S)
+
+    def front(self, pids: list[int]) -> int:
+        """Which of these processes has accepted it."""
+        own = f":{self._connection.sock.getsockname()[1]:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        name = next(f"socket:[{row[9]}]" for row in rows if row[2].endswith(own))
+        links = {pid: Path(f"/proc/{pid}/fd").iterdir() for pid in pids}
+        return next(pid for pid, fds in links.items() if any(link_of(fd) == name for fd in fds))
+
+    def call(self, method: str, path: str, body: Any = None, key: str = KEYS[0]) -> tuple[int, Any]:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        data = None if body is None else json.dumps({"model": MODEL} | body)
+        self._connection.request(method, path, data, headers)
+        answer = self._connection.getresponse()
+        return answer.status, json.loads(answer.read())
 
 
-def join(server: SimServer, port: str, **options: Any) -> subprocess.Popen[str]:
-    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-c", JOIN, server.url.removeprefix("http://"), port]
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, text=True, **options)
+def link_of(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:
+        return ""
 
 
-def test_a_front_that_cannot_reach_the_server_says_so() -> None:
-    with socket.socket() as taken:  # nobody listens there
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        with pytest.raises(FrontError, match=f"cannot reach the server at 127.0.0.1:{port}"):
-            own_host("127.0.0.1", port)
-
-
-def test_a_front_joins_and_leaves(server: SimServer) -> None:
-    with join(server, "0") as process:
-        try:
-            wait_until(lambda: "j0" in open_calls(server), "the owner knows of it")
-
-            def joined() -> dict[str, Any]:
-                return next(f for f in view(server)["fronts"] if f["name"] == "j0")
-
-            wait_until(lambda: joined()["state"] == "ready", "it listens")
-            with OpenAI(base_url=f"{joined()['url']}/v1", api_key=KEYS[0]) as client:
-                completion = client.completions.create(model=MODEL, prompt="count: 9")
-            assert completion.choices[0].text == answer(9)
-        finally:
-            process.kill()
-    wait_until(lambda: "j0" not in open_calls(server), "the owner has noticed its death")
-
-
-def open_client(url: str, key: str = KEYS[0]) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-
-
-def far_front(server: SimServer) -> dict[str, Any]:
-    """The front that has joined, if there is one."""
-    return next((f for f in view(server)["fronts"] if f["name"][0] == "j"), {})
+def both_fronts(server: SimServer) -> list[At]:
+    """A connection to each front: the kernel chooses one for each connection."""
+    pids, found = [front["pid"] for front in view(server)["fronts"]], dict[int, At]()
+    while len(found) < len(pids):
+        connection = At(server)
+        assert connection.call("GET", "/v1/models")[0] == 200  # it is accepted by now
+        found[connection.front(pids)] = connection
+    return list(found.values())
 
 
 def test_a_stored_response_is_found_at_every_front_and_outlives_its_own(server: SimServer) -> None:
     before = server.metric("stored_responses")
-    with join(server, "0") as process:
-        try:
-            wait_until(lambda: far_front(server).get("state") == "ready", "it listens")
-            urls = [server.url, far_front(server)["url"]]
-            for url, other_url in (urls, urls[::-1]):
-                with open_client(url) as maker, open_client(other_url) as other:
-                    first = chain(maker, other)
-                unknown = pytest.raises(NotFoundError, match="no response")
-                with open_client(other_url, KEYS[1]) as foreign, unknown:
-                    foreign.responses.retrieve(first.id)
-        finally:
-            process.kill()
-    wait_until(lambda: not far_front(server), "the owner has noticed its death")
-    for _ in range(6):  # the kernel chooses a front for each connection
-        with open_client(server.url) as again:
-            assert again.responses.retrieve(first.id).to_dict() == first.to_dict()
+    first, second = both_fronts(server)
+    for maker, other in ((first, second), (second, first)):
+        stored = chain(maker, other)
+        path = f"/v1/responses/{stored['id']}"
+        assert other.call("GET", path, key=KEYS[1])[0] == 404, "of another key"
+        assert other.call("DELETE", path, key=KEYS[1])[0] == 404
+    pid = second.front([front["pid"] for front in view(server)["fronts"]])
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: first.call("GET", path) == (200, stored), "the other front has it")
+
+    def another_is_there() -> bool:
+        fronts = first.call("GET", "/workers", key=server.token)[1]["fronts"]
+        states, pids = [f["state"] for f in fronts], [f["pid"] for f in fronts]
+        return states == ["ready"] * 2 and pid not in pids
+
+    wait_until(another_is_there, "a new one is there")
+    for at in both_fronts(server):
+        assert at.call("GET", path) == (200, stored)
     assert server.metric("stored_responses") == before + 2 * 10
 
 
-def chain(maker: OpenAI, other: OpenAI) -> Response:
+def chain(maker: At, other: At) -> Any:
     """Use one front's responses at another one; returns the last of the 10 that are stored."""
+
+    def create(at: At, **fields: Any) -> Any:
+        status, response = at.call("POST", "/v1/responses", fields)
+        assert status == 200, response
+        return response
+
     for _ in range(8):
-        first = maker.responses.create(model=MODEL, input="say: one")
-        assert other.responses.retrieve(first.id).to_dict() == first.to_dict(), "at once"
-    second = other.responses.create(model=MODEL, input="say: two", previous_response_id=first.id)
-    reference: Any = {"type": "item_reference", "id": second.output[0].id}
-    third = maker.responses.create(
-        model=MODEL, input=[reference, {"role": "user", "content": "say: three"}]
-    )
-    assert (second.output_text, third.output_text) == ("two", "three")
-    listed = maker.responses.input_items.list(second.id, order="asc").data
-    assert [item.type for item in listed] == ["message"] * 3
-    assert listed[1].id == first.output[0].id
-    other.responses.delete(first.id)
-    with pytest.raises(NotFoundError, match="no response"):
-        maker.responses.retrieve(first.id)
-    last = maker.responses.create(model=MODEL, input="say: last")
-    assert other.responses.retrieve(last.id).output_text == "last"
+        first = create(maker, input="say: one")
+        assert other.call("GET", f"/v1/responses/{first['id']}") == (200, first), "at once"
+    second = create(other, input="say: two", previous_response_id=first["id"])
+    reference = {"type": "item_reference", "id": second["output"][0]["id"]}
+    third = create(maker, input=[reference, {"role": "user", "content": "say: three"}])
+    assert [each["output"][0]["content"][0]["text"] for each in (second, third)] == ["two", "three"]
+    path = f"/v1/responses/{second['id']}/input_items?order=asc"
+    listed = maker.call("GET", path)[1]["data"]
+    assert [item["type"] for item in listed] == ["message"] * 3
+    assert listed[1]["id"] == first["output"][0]["id"]
+    assert other.call("DELETE", f"/v1/responses/{first['id']}")[0] == 200
+    assert maker.call("GET", f"/v1/responses/{first['id']}")[0] == 404
+    last = create(maker, input="say: last")
+    assert other.call("GET", f"/v1/responses/{last['id']}") == (200, last)
     return last
-
-
-def test_a_front_whose_port_is_taken_says_so_and_leaves(server: SimServer) -> None:
-    taken = server.url.rpartition(":")[2]
-    with join(server, taken, stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=GENEROUS_S)
-    assert process.returncode == 1
-    (line,) = [line for line in said.splitlines() if "error" in line]
-    assert f"cannot listen on 127.0.0.1:{taken}" in line
-    wait_until(lambda: not [f for f in view(server)["fronts"] if f["name"][0] == "j"], "it left")
-
-
-def test_a_front_that_does_not_fit_is_refused(server: SimServer) -> None:
-    def refusal(version: str, model: str | None) -> str:
-        call = {"version": version, "model": model}
-        headers = {"content-type": "application/json"}
-        answer = server.call("POST", "/workers/fronts", call, headers)
-        assert answer.status == 409
-        return str(answer.error["message"])
-
-    assert "pip install tokenmill==" in refusal("0.0.1", None)
-    assert f"the server has the model '{MODEL}'" in refusal(__version__, "other")
-
-    async def use_twice() -> None:
-        call, headers = {"version": __version__}, {"content-type": "application/json"}
-        ticket = server.call("POST", "/workers/fronts", call, headers).json
-        for expected in (contextlib.nullcontext(), pytest.raises(FrontError, match="used before")):
-            owner = OwnerLink(ticket["address"], ticket["key"])
-            with expected, contextlib.closing(owner):
-                await owner.join(ticket["ticket"], __version__, None)
-
-    asyncio.run(use_twice())
 
 
 def test_fronts_end_with_their_owner(server: SimServer) -> None:

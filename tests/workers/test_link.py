@@ -7,10 +7,13 @@ import select
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 import zmq
 
+from tokenmill.core.types import Request
+from tokenmill.workers import link as link_module
 from tokenmill.workers.link import MAX_AT_ONCE, WorkerLink
-from tokenmill.workers.messages import FromWorker, GetStats, Outputs, encode
+from tokenmill.workers.messages import FromWorker, GetStats, Outputs, Submit, encode
 
 
 class _Silent:
@@ -96,3 +99,18 @@ def test_messages_that_come_after_a_send_are_read_by_one_reader() -> None:
     seen, most = asyncio.run(read())
     assert seen == [str(i) for i in range(1 + 5 * 20 * MAX_AT_ONCE)]
     assert most < 2 * MAX_AT_ONCE
+
+
+def test_a_worker_that_takes_no_messages_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_MESSAGES", 8)
+    monkeypatch.setattr(link_module, "EXIT_AFTER_S", 0.05)
+
+    async def fill() -> str:
+        async with linked() as (link, _, _), asyncio.timeout(60):
+            await asyncio.sleep(0.2)  # it connects
+            for number in range(1000):
+                link.send(Submit([Request(f"{number:100000}", [1])]))
+            await link.dead.wait()
+            return link.reason
+
+    assert asyncio.run(fill()) == "it takes no messages: 8 wait for it, the most that may"

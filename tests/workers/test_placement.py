@@ -18,14 +18,14 @@ from api.streams import read, until
 from tokenmill.core.config import PoolConfig, SchedulerConfig
 from tokenmill.core.gpus import visible_gpus
 from tokenmill.core.types import FinishReason
+from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.placement import (
-    PlacementError,
     ProcessPlacement,
-    RayPlacement,
     open_placement,
     wants_ray,
 )
 from tokenmill.workers.pool import WorkerPool
+from tokenmill.workers.ray_placement import Bundles, RayPlacement, plan_bundles
 from workers.pools import request, states, told
 
 LIMITS = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=32)
@@ -58,8 +58,8 @@ def processes(word: str, start: str = "") -> list[int]:
     return found
 
 
-def test_processes_have_the_gpus_that_the_fewest_others_have(tmp_path: Path) -> None:
-    """And see all of them, their own first, so that they can read each other's memory."""
+def test_workers_have_gpus_of_their_own_or_share_those_of_the_fewest(tmp_path: Path) -> None:
+    """They see all of them, their own first, so that they can read each other's memory."""
     code = (
         "import os, sys; open(sys.argv[2], 'w').write(os.environ.get('CUDA_VISIBLE_DEVICES', ''))"
     )
@@ -72,14 +72,69 @@ def test_processes_have_the_gpus_that_the_fewest_others_have(tmp_path: Path) -> 
         await asyncio.gather(*(process.wait() for process in processes))
         return [Path(file).read_text() for file in files]
 
-    several = ProcessPlacement(["0", "GPU-a", "2"])
+    shared = PoolConfig(device="auto", share_gpus=True)
+    several = ProcessPlacement(shared, ["0", "GPU-a", "2"])
     assert asyncio.run(seen(several, [1, 1, 1, 2])) == [
         *("0,GPU-a,2", "GPU-a,0,2", "2,0,GPU-a", "0,GPU-a,2")
     ]
-    assert asyncio.run(seen(several, [2, 1])) == ["0,GPU-a,2", "2,0,GPU-a"]  # all have ended
     own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     for few in (["0"], []):
-        assert asyncio.run(seen(ProcessPlacement(few), [1, 2])) == [own, own]
+        assert asyncio.run(seen(ProcessPlacement(shared, few), [1, 2])) == [own, own]
+    on_cpu = ProcessPlacement(PoolConfig(), ["0", "1"])
+    assert asyncio.run(seen(on_cpu, [1, 1, 1])) == [own] * 3
+    each = ProcessPlacement(PoolConfig(device="cuda"), ["0", "GPU-a", "2"])
+    assert asyncio.run(seen(each, [2, 1])) == ["0,GPU-a,2", "2,0,GPU-a"]
+    assert asyncio.run(seen(each, [1, 1])) == ["0,GPU-a,2", "GPU-a,0,2"]  # the others have ended
+    with pytest.raises(WorkerStartError, match="2 GPUs, one for each rank, and 1 of the 3 of this"):
+        asyncio.run(seen(each, [2, 2]))
+
+
+def test_workers_show_one_progress_and_their_processes(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = (
+        "import sys\nfrom tokenmill import console\n"
+        "with console.progress('Loading') as update:\n    update(1, 1)\n"
+    )
+
+    async def main() -> None:
+        placement = ProcessPlacement(PoolConfig(workers=2), [])
+        started = [await placement.start([sys.executable, "-c", code], "x", 1) for _ in range(2)]
+        for process in started:
+            await process.wait()
+        pool = WorkerPool(ProcessPlacement(PoolConfig(), []).spawner(ARGV), PoolConfig(workers=2))
+        await pool.start()
+        try:
+            pids = [worker.pid for worker in pool.view().workers]
+            assert len(set(pids)) == 2 and set(pids) <= set(processes(str(Path(ARGV[1]))))
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == "Loading (first of 2 workers): 100%\n"
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "gpus", "share"),
+    [
+        *((2, 1, 4, None), (2, 2, 4, None), (2, 4, 4, "0.475"), (2, 2, 1, "0.475")),
+        *((8, 1, 4, "0.475"), (1, 4, 1, None), (2, 1, 0, None)),
+    ],
+)
+def test_workers_of_a_machine_share_its_cores_and_memory(
+    workers: int, ranks: int, gpus: int, share: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one worker divide its GPU's memory themselves."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    config = PoolConfig(workers=workers, ranks=ranks, device="auto", share_gpus=True)
+    placement = ProcessPlacement(config, [str(gpu) for gpu in range(gpus)])
+    own = placement._environment(ARGV, ["0"])
+    threads = None if workers == 1 else str(16 // workers)
+    assert own.get("TOKENMILL_NUM_THREADS") == threads
+    assert own.get("TOKENMILL_GPU_MEMORY_UTILIZATION") == share
+    assert own.get("TOKENMILL_KV_CACHE_SHARE") == (None if gpus else "0.25")
+    sized = placement._environment(["tokenmill", "worker", "--kv-cache-memory=1GiB"], ["0"])
+    assert not {"TOKENMILL_GPU_MEMORY_UTILIZATION", "TOKENMILL_KV_CACHE_SHARE"} & sized.keys()
 
 
 @pytest.mark.parametrize(
@@ -96,17 +151,13 @@ def test_gpus_that_processes_see(
     assert visible_gpus() == found
 
 
-def test_one_worker_and_plain_processes_need_no_ray() -> None:
-    for several in (PoolConfig(workers=2), PoolConfig(ranks=2)):
-        assert wants_ray(several)
-    for config in (PoolConfig(), PoolConfig(workers=3, placement="process")):
+def test_ray_starts_only_where_it_is_asked_for() -> None:
+    """It is installed here; a flag or an address asks, several workers or ranks do not."""
+    for config in (PoolConfig(), PoolConfig(workers=3), PoolConfig(prefill=1, decode=1, ranks=2)):
         with open_placement(config) as placement:
             assert isinstance(placement, ProcessPlacement) and placement.host is None
-    with (
-        pytest.raises(PlacementError, match="ray-address"),
-        open_placement(PoolConfig(placement="process", ray_address="127.0.0.1:1")),
-    ):
-        pass
+    for asked in (PoolConfig(placement="ray"), PoolConfig(ray_address="127.0.0.1:1")):
+        assert wants_ray(asked)
 
 
 def test_ray_places_workers_and_their_streams_go_on() -> None:
@@ -155,8 +206,8 @@ def test_ray_places_workers_and_their_streams_go_on() -> None:
         asyncio.run(main(WorkerPool(spawn, config, host=placement.host, prefill_spawn=spawn)))
         assert workers() == []
         assert placement.host is not None
-        spawn = RayPlacement(placement.host, num_processes=2).spawner(ARGV, num_ranks=2)
         one = PoolConfig(placement="ray", backoff_s=0.05)
+        spawn = RayPlacement(placement.host, one).spawner(ARGV, num_ranks=2)
         asyncio.run(end_with_a_rank(WorkerPool(spawn, one, host=placement.host)))
         wait_until(lambda: processes(RANK, "127.0.0.1:") == workers() == [], "all are gone")
 
@@ -178,15 +229,44 @@ async def end_with_a_rank(pool: WorkerPool) -> None:
 
 
 def test_roles_and_fronts_on_two_nodes_of_a_cluster() -> None:
-    """Workers of another node reach the front by its address, with the key that they were given.
-
-    The first front is a child of the server, the second one a process of a Ray actor.
-    """
+    """Workers of another node reach fronts by their address, with the key that they were given."""
     script = str(Path(__file__).with_name("two_nodes.py"))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+    assert (
+        "needs 2 GPUs on one node of the Ray cluster, where no node has a GPU yet: waiting up"
+        in (done.stderr)
+    )
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["tokens"] == 20 and answer["transfers"] == 1
     assert answer["host"] != "127.0.0.1"
-    assert answer["children"] == [True, False] and answer["texts"] == 1
+    assert answer["texts"] == 1
     assert sum(answer["at"]) == 8 * 5
+    assert answer["asked"] == [{"GPU": 2.0}]  # the autoscaler saw it before there was a GPU
+    (first, *_), second = placed = answer["placed"]
+    for nodes, gpus in placed:
+        assert len(set(nodes)) == 1 and sorted(gpus) == ["0", "1"]
+    assert first != second[0][0]
+    for node in ("has 0 of 2 free, ", "has 0 of 2 free: the worker had to wait for 1 s (--wait-s)"):
+        assert node in answer["no_room"]
+    assert sorted(answer["whole"][0].count(node) for node in set(answer["whole"][0])) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "gpus", "per_gpu", "ranks", "strategy"),
+    [
+        (4, [4, 4], 1, (4,), "STRICT_PACK"),
+        (4, [], 1, (4,), "STRICT_PACK"),
+        (12, [8, 2, 4], 1, (8, 4), "STRICT_SPREAD"),
+        (16, [4], 1, (4, 4, 4, 4), "STRICT_SPREAD"),  # three nodes are missing yet
+        (4, [1, 1], 2, (2, 2), "STRICT_SPREAD"),
+        (2, [1, 1], 2, (2,), "STRICT_PACK"),
+    ],
+)
+def test_ranks_are_on_one_node_where_one_could_hold_them(
+    num_ranks: int, gpus: list[int], per_gpu: int, ranks: tuple[int, ...], strategy: str
+) -> None:
+    bundles = plan_bundles(num_ranks, gpus, per_gpu, False)
+    assert bundles == Bundles(ranks, strategy, per_gpu)
+    assert sum(bundle["GPU"] for bundle in bundles.resources()) == num_ranks / per_gpu
+    assert plan_bundles(num_ranks, gpus, per_gpu, True).ranks == (1,) * num_ranks

@@ -1,19 +1,18 @@
-"""Who may call, how many at once, and the body of a call."""
+"""How many calls there may be at once, and the body of a call."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
+from collections.abc import Iterator
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
-from tokenmill.api.call import record_of
+from tokenmill.api.bodies.body_memory import FREE_BYTES, BodyMemory, BodyRoom
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import IgnoredFields, decode_call
 from tokenmill.core.config import ServerConfig
@@ -22,72 +21,14 @@ from tokenmill.workers.fronts.control import OpenCalls
 # A body over the limit is read on and dropped up to this many times the limit: a client that is
 # still sending when the connection is closed would not see the answer.
 DISCARD_FACTOR = 8
-NO_KEY = "none"  # who pays where calls need no key
 
 T = TypeVar("T")
 
 
-def authorizer(config: ServerConfig) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that wants a known key, and notes which one it is in request.state.key.
-
-    It is a coroutine: FastAPI would call a plain function on another thread.
-    """
-    key_number = key_matcher(config.api_keys)
-
-    async def authorize(request: Request) -> None:
-        request.state.key = key_number(request) if config.api_keys else 0
-        if request.state.key is None:
-            raise wrong_key()
-        note_key(request.scope, config, request.state.key)
-
-    return authorize
-
-
-def note_key(scope: Scope, config: ServerConfig, number: int) -> None:
-    """Have the call's log line tell keys apart without telling them."""
-    if config.api_keys and config.log_requests:
-        record_of(scope).key_hash = account_name(config, number)
-
-
-def account_name(config: ServerConfig, number: int) -> str:
-    """Who pays: a hash of the key with this number, which tells keys apart without telling them."""
-    return _hash(config.api_keys[number]) if config.api_keys else NO_KEY
-
-
-@cache
-def _hash(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:8]
-
-
-def wrong_key() -> ApiError:
-    """401 for a call without a known key."""
-    return ApiError(
-        401,
-        "missing or wrong API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-        code="invalid_api_key",
-    )
-
-
-def key_matcher(keys: Sequence[str]) -> Callable[[Request], int | None]:
-    """Which of the keys a request bears; each is compared, in constant time."""
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def key_number(request: Request) -> int | None:
-        digest = hashlib.sha256(_key_of(request).encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in digests]
-        return matches.index(True) if any(matches) else None
-
-    return key_number
-
-
-def _key_of(request: Request) -> str:
-    """The key of a request, where OpenAI's clients or Anthropic's send it."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
 class Calls:
-    """The choices being generated, in all and by key; once draining, no more are taken.
+    """The calls under way, in all and by account; once draining, no more are taken.
+
+    A call counts from its head on, first as one choice, and then as those that it asks for.
 
     Limits hold over all fronts, as far as this one has heard of the others.
     """
@@ -96,36 +37,82 @@ class Calls:
         self.draining = False
         self.num_open = 0
         self.others = OpenCalls()
+        self.memory = BodyMemory(config)
         self._config = config
-        self._by_key: Counter[int] = Counter()
+        self._by_account: Counter[str] = Counter()
 
     def open_calls(self) -> OpenCalls:
         """What this front has open."""
-        return OpenCalls(self.num_open, {key: n for key, n in self._by_key.items() if n})
+        return OpenCalls(self.num_open, {who: n for who, n in self._by_account.items() if n})
 
     def check_draining(self) -> None:
         if self.draining:
             raise ApiError(503, "the server is draining and takes no new requests", code="draining")
 
-    def check_limits(self, key: int, num_choices: int = 1) -> None:
+    def check_limits(self, account: str, num_choices: int = 1) -> None:
         """429 where `num_choices` more do not fit now."""
         limit, others = self._config.max_concurrency, self.others
         if (num_open := self.num_open + others.num_open) + num_choices > limit:
             raise _no_room(num_choices, num_open, "", limit, "max_concurrency")
         per_key = self._config.max_concurrency_per_key
-        num_open = self._by_key[key] + others.by_key.get(key, 0)
+        num_open = self._by_account[account] + others.by_account.get(account, 0)
         if per_key is not None and num_open + num_choices > per_key:
             raise _no_room(
                 num_choices, num_open, " of this key", per_key, "max_concurrency_per_key"
             )
 
-    def begin(self, key: int, num_choices: int = 1) -> None:
-        self.num_open += num_choices
-        self._by_key[key] += num_choices
+    def enter(self, account: str) -> Place:
+        """Let in a call whose head has come; 429 where there is no room for it."""
+        place = Place(self, account)
+        place.take(1)
+        return place
 
-    def end(self, key: int, num_choices: int = 1) -> None:
-        self.num_open -= num_choices
-        self._by_key[key] -= num_choices
+    def count(self, account: str, num_choices: int) -> None:
+        """Count choices that began, or ended if the number is negative."""
+        self.num_open += num_choices
+        self._by_account[account] += num_choices
+
+
+class Place:
+    """A call that was let in: the choices that it counts for, and the memory of its body."""
+
+    def __init__(self, calls: Calls, account: str) -> None:
+        self.account = account
+        self.body = calls.memory.of_body(account)
+        self.image_room = partial(calls.memory.of_image, account)
+        self._calls = calls
+        self._num_choices = 0
+
+    def take(self, num_choices: int) -> None:
+        """Count for so many choices; 429, and it counts for none, where they do not fit."""
+        self._count(0)
+        self._calls.check_limits(self.account, num_choices)
+        self._count(num_choices)
+
+    def leave(self) -> None:
+        """The call has ended."""
+        self._count(0)
+        self.body.release()
+
+    def _count(self, num_choices: int) -> None:
+        self._calls.count(self.account, num_choices - self._num_choices)
+        self._num_choices = num_choices
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+@contextlib.contextmanager
+def handing_on(place: Place) -> Iterator[Place]:
+    """A call whose answer leaves its place, unless the block fails."""
+    try:
+        yield place
+    except BaseException:
+        place.leave()
+        raise
 
 
 def _no_room(num_choices: int, num_open: int, whose: str, limit: int, code: str) -> ApiError:
@@ -144,12 +131,32 @@ async def read_body(
     return decode_call(body, kind, ignored)
 
 
-async def read_bytes(receive: Receive, declared: str, limit: int) -> bytes:
-    """The body as it is; one that is too large, be it only `declared` so, raises ApiError."""
+async def read_bytes(
+    receive: Receive, declared: str, limit: int, room: BodyRoom | None = None
+) -> bytes:
+    """The body as it is; one that is too large, be it only `declared` so, raises ApiError.
+
+    A long one wants `room`, before it is read.
+    """
     problem = f"the body is larger than {limit} bytes (--max-body-size)"
     too_large = ApiError(413, problem, code="body_too_large")
-    if declared.isdigit() and int(declared) > DISCARD_FACTOR * limit:
+    length = int(declared) if declared.isdigit() else 0
+    if length > DISCARD_FACTOR * limit:
         raise too_large
+    if room is None:
+        body = await _collect(receive, limit, length)
+    else:
+        async with room.reading():
+            body = await _collect(receive, limit, length, room)
+    if body is None:
+        raise too_large
+    return body
+
+
+async def _collect(
+    receive: Receive, limit: int, length: int, room: BodyRoom | None = None
+) -> bytes | None:
+    """The body; None, and its room is free again, where it is too large."""
     parts: list[bytes] = []
     size, more = 0, True
     while more and size <= DISCARD_FACTOR * limit:
@@ -158,8 +165,16 @@ async def read_bytes(receive: Receive, declared: str, limit: int) -> bytes:
             raise ClientDisconnect
         part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
-        if size <= limit:
-            parts.append(part)
-    if size > limit:
-        raise too_large
+        if max(size, length) > limit:
+            parts.clear()
+            continue
+        if room is not None and size > FREE_BYTES:
+            room.num_received = size
+            # Of a body whose length is not known, there is room for twice what has come.
+            await room.grow(length or min(limit, 2 * size if more else size))
+        parts.append(part)
+    if max(size, length) > limit:
+        if room is not None:
+            room.release()
+        return None
     return b"".join(parts)

@@ -13,7 +13,7 @@ from tokenmill.api.errors import ApiError
 
 Scope = MutableMapping[str, Any]  # ASGI's
 REQUEST_ID = b"x-request-id"
-REPLAYED = b"idempotent-replayed"  # in the head of an answer that was given before
+WARNING = b"x-warning"  # what of a call an answer does not follow
 CHUNK_WRITER = "chunk_writer"  # in a scope: writes parts of a streamed answer at once
 GONE = 499  # the client went before the answer; nginx's number
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -32,7 +32,7 @@ class CallRecord:
     path: str
     endpoint: str = ""  # the route that took it
     began_ns: int = field(default_factory=time.monotonic_ns)
-    key_hash: str = "-"
+    account: str = "-"
     status: int = 0  # 0: nothing has been answered
     error: str | None = None  # its code
     num_prompt_tokens: int = 0
@@ -58,7 +58,7 @@ class CallRecord:
         ttft = "-" if self.ttft_ms is None else f"{self.ttft_ms:.1f}"
         duration_ms = (time.monotonic_ns() - self.began_ns) / 1e6
         return (
-            f"request id={self.request_id} key={self.key_hash} endpoint={self.endpoint} "
+            f"request id={self.request_id} key={self.account} endpoint={self.endpoint} "
             f"status={self.status} prompt_tokens={self.num_prompt_tokens} "
             f"cached_tokens={self.num_cached_tokens} output_tokens={self.num_output_tokens} "
             f"ttft_ms={ttft} duration_ms={duration_ms:.1f} finish={self.finish_reason} "

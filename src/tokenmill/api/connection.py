@@ -21,9 +21,11 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from tokenmill.api.call import CHUNK_WRITER, REQUEST_ID, CallRecord, new_request_id
 from tokenmill.api.errors import ApiError
+from tokenmill.api.framing import check_framing, host_of_target
 from tokenmill.core.config import ServerConfig
+from tokenmill.http_connection import ENTRY_BYTES, MAX_HEAD_BYTES
 
-MAX_HEAD_BYTES = 65_536  # names and values of a head; also bytes that amount to nothing
+MAX_PIPELINED = 256  # calls that wait for the one before them
 LINGER_S = 10.0  # for the rest of a body whose call has been answered
 ROOM_SHARE = 16  # a full server closes this part of the connections that wait, so that few search
 
@@ -79,6 +81,8 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol with deadlines for what the client sends."""
 
     def __init__(self, limits: ConnectionLimits, **uvicorn_arguments: Any) -> None:
+        self._parts: list[bytes] = []  # of a body, until all that one read brought is parsed
+        self.on_body = self._parts.append  # type: ignore[assignment, method-assign]
         super().__init__(**uvicorn_arguments)
         self._limits = limits
         self._reading: Literal["idle", "head", "body"] = "idle"
@@ -121,6 +125,7 @@ class Connection(HttpToolsProtocol):
             fault = ApiError(400, f"the request is not valid HTTP: {why}", code="invalid_http")
             self._refuse(self._fault or fault)
             return
+        self._take_body()
         self._num_useless_bytes = 0 if self._has_parsed else self._num_useless_bytes + len(data)
         if self._num_useless_bytes > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
@@ -141,6 +146,10 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if len(self.pipeline) > MAX_PIPELINED:
+            message = f"more than {MAX_PIPELINED} calls wait on this connection; await answers"
+            self._fault = ApiError(429, message, code="too_many_pipelined")
+            raise self._fault
         self._has_parsed = True
         self._num_head_bytes = 0
         self._expect("head")
@@ -150,10 +159,12 @@ class Connection(HttpToolsProtocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._count_head(len(name) + len(value))
+        self._count_head(len(name) + len(value) + ENTRY_BYTES)
+        if self._reading == "head":  # a trailer is dropped: the call has been let in without it
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
+        self._check_head()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.chunked_encoding = False
@@ -162,12 +173,15 @@ class Connection(HttpToolsProtocol):
         self._body_end_s = self.loop.time() + self._limits.body_timeout_s
         self._expect("body")
 
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._has_parsed = True
-        self._expect("body")
+    def _take_body(self) -> None:
+        if self._parts:
+            super().on_body(b"".join(self._parts))
+            self._parts.clear()
+            self._has_parsed = True
+            self._expect("body")
 
     def on_message_complete(self) -> None:
+        self._take_body()
         super().on_message_complete()
         self._has_parsed = True
         self._expect("idle")
@@ -242,6 +256,14 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(408, message, code="request_timeout"))
 
     # Refusals.
+
+    def _check_head(self) -> None:
+        try:
+            check_framing(self.parser.get_http_version(), self.headers)
+            host_of_target(self.url, self.headers)
+        except ApiError as fault:
+            self._fault = fault
+            raise
 
     def close(self) -> None:
         """Close without a word."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from msgspec import UNSET
+
 from tokenmill.api.protocol.answers import (
     ErrorAnswer,
     ErrorBody,
@@ -44,22 +46,28 @@ MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 VIDEOS_PATH = "/v1/videos"
 # Why the engine refused a request -> status; any other reason is a 400.
-_REJECT_STATUS = {"queue_full": 429, "draining": 503}
+_REJECT_STATUS = {"queue_full": 429, "draining": 503, "grammar_busy": 503}
 
 
 class ApiError(Exception):
     """An answer that is not a completion."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        details: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.details = details  # Anthropic's, where its clients act on them
 
     def __reduce__(self) -> tuple[type[ApiError], tuple[Any, ...]]:
-        return type(self), (self.status, str(self), self.param, self.code)
+        return type(self), (self.status, str(self), self.param, self.code, self.details)
 
     def body(self, path: str = "") -> bytes:
         """The JSON of the answer to a call of `path`."""
@@ -79,7 +87,9 @@ class ApiError(Exception):
     def _answer(self, path: str) -> ErrorAnswer | MessagesErrorAnswer:
         if path.startswith(MESSAGES_PATH):
             kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
-            return MessagesErrorAnswer(error=MessagesError(type=kind, message=str(self)))
+            details = UNSET if self.details is None else self.details
+            error = MessagesError(type=kind, message=str(self), details=details)
+            return MessagesErrorAnswer(error=error)
         kind = _TYPES.get(self.status, "invalid_request_error")
         return ErrorAnswer(
             error=ErrorBody(message=str(self), type=kind, param=self.param, code=self.code)
@@ -117,7 +127,8 @@ def of_output(output: RequestOutput) -> ApiError | None:
             code = "context_length_exceeded" if reason == "too_long" else reason
             return ApiError(status, output.error or "the engine refused the request", code=code)
         case FinishReason.ERROR:
-            return ApiError(500, output.error or "the engine failed", code=reason)
+            status = 400 if reason == "grammar" else 500
+            return ApiError(status, output.error or "the engine failed", code=reason)
         case FinishReason.ABORT if reason == "deadline":
             return ApiError(408, "the request passed its deadline", "timeout", "deadline")
         case FinishReason.ABORT:

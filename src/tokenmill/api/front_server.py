@@ -17,10 +17,10 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls
+from tokenmill.api.keys import Keys, open_keys
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.server import (
     BACKLOG,
@@ -41,26 +41,20 @@ from tokenmill.api.telemetry.tracing import open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.engine_events.publisher import open_publisher
 from tokenmill.http_connection import raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.fronts.control import FrontSetup, OpenCalls, Totals, Welcome
-from tokenmill.workers.fronts.front_link import KEY_VARIABLE
-from tokenmill.workers.fronts.front_process import (
-    TICKET_VARIABLE,
-    SpawnFar,
-    SpawnFront,
-    front_spawner,
-)
+from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, SpawnFront, front_spawner
 from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
 from tokenmill.workers.fronts.owner_link import Membership, OwnerLink
-from tokenmill.workers.fronts.report import Ticket
+from tokenmill.workers.joining.protocol import link_host
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
 
 DIVIDES = sys.platform == "linux"  # elsewhere SO_REUSEPORT is missing, or one socket gets all
-ANY_HOST = ("0.0.0.0", "::")
 LISTENER_VARIABLE = "TOKENMILL_FRONT_LISTENER"  # the owner's socket, where all accept from it
 PROBE = 'Fronts must agree on tokens: naïve café 数字 {"x": [1, 2.5]}\n\tdef f(x): return x'
 OWNER_GONE = "the server that this front belongs to has stopped"
@@ -93,18 +87,20 @@ def serve_fronts(
     prefill_argv: Sequence[str] | None = None,
     vision: VisionConfig | None = None,
     path: str = "",
-    source: str = "",
 ) -> None:
     """Serve with config.fronts processes until SIGTERM or SIGINT, then drain and return.
 
-    `front_argv` followed by "--join ADDRESS" starts a front, which calls run_front(). The other
-    arguments are those of server.serve(); `path` and `source` say where a front finds the model.
+    `front_argv` followed by "--address ADDRESS" starts a front, which calls run_front(). The other
+    arguments are those of server.serve(); `path` says where a front finds the model.
     """
     raise_file_limit()
     pool = pool or PoolConfig()
+    joined_host = None if pool.join_listen is None else link_host(pool.join_listen)
     with (
         reserve(config.host, config.port) as (listener, passed),
+        open_keys(config, listener.getsockname()[1]) as keys,
         open_placement(pool) as placement,
+        open_publisher(pool) as publisher,
     ):
         worker, prefill = placement.spawner(worker_argv, pool.ranks), None
         if prefill_argv is not None:
@@ -113,25 +109,24 @@ def serve_fronts(
             version=__version__,
             model=model,
             path=path,
-            source=source,
             fingerprint=fingerprint(tokenizer),
-            server=replace(config, port=listener.getsockname()[1], log_stats=False),
+            server=_without_secrets(config, listener.getsockname()[1]),
+            keys=keys.ring,
             pool=pool,
             router=router or RouterConfig(),
             vision=vision or VisionConfig(),
-            link_host=placement.host,
+            link_host=placement.host or joined_host,
         )
         client = WorkerPool(worker, pool, RouterConfig(events=False), placement.host, prefill)
+        client.routers.publisher = publisher
         spawn = front_spawner(front_argv, passed)
-        far = placement.front_spawner(front_argv) if _spreads(config, pool) else None
-        if far is None and pool.ray_address is not None:
-            _log.info("all fronts run on this host; with --host 0.0.0.0 Ray spreads them")
-        run_in_loop(_own(client, setup, config, (spawn, far), url_of(listener), on_listening))
+        run_in_loop(_own(client, setup, keys, spawn, url_of(listener, keys), on_listening))
 
 
-def _spreads(config: ServerConfig, pool: PoolConfig) -> bool:
-    """Fronts go to all nodes of a cluster: each of them can listen at the same address and port."""
-    return DIVIDES and pool.ray_address is not None and config.host in ANY_HOST
+def _without_secrets(config: ServerConfig, port: int) -> ServerConfig:
+    """The settings of fronts: they check keys by their digests."""
+    token = None if config.control_token is None else ""
+    return replace(config, port=port, log_stats=False, api_keys=(), control_token=token)
 
 
 @contextlib.contextmanager
@@ -156,14 +151,19 @@ def reserve(host: str, port: int) -> Iterator[tuple[socket.socket, int | None]]:
 async def _own(
     client: WorkerPool,
     setup: FrontSetup,
-    config: ServerConfig,
-    spawn: tuple[SpawnFront, SpawnFar | None],
+    keys: Keys,
+    spawn: SpawnFront,
     url: str,
     on_listening: OnListening | None,
 ) -> None:
-    signals = Signals()
-    metrics = FrontSums(setup.model)
-    owner = FrontOwner(client, setup, spawn[0], config.fronts, metrics.take, spawn[1])
+    config, metrics = keys.config, FrontSums(setup.model)
+    owner = FrontOwner(client, setup, spawn, config.fronts, metrics.take)
+
+    def reload() -> None:
+        if keys.reload():
+            owner.replace_keys(keys.ring)
+
+    signals = Signals(reload)
     try:
         facts = await signals.interrupt(client.start())
         if facts is None or await signals.interrupt(started(owner)) is None:
@@ -213,60 +213,39 @@ class FrontSums:
 # A front.
 
 
-def run_front(
-    join: str,
-    load: Load,
-    ticket: Ticket | None = None,
-    model: str | None = None,
-    server: ServerConfig | None = None,
-    host: str | None = None,
-) -> None:
+def run_front(join: str, load: Load) -> None:
     """Be a front of the owner at the address `join`, until it says so or a signal comes.
 
-    `load` gives tokenizer and images of the model. A front of another host has a `ticket`, and a
-    `host` where workers reach it; one with an address of its own has that in `server`. One that
-    Ray has placed finds its ticket in the environment, as those of the owner's host do.
+    `load` gives tokenizer and images of the model.
     """
     raise_file_limit()
-    if ticket is None and (key := os.environ.get(KEY_VARIABLE)):
-        ticket = Ticket(join, key, os.environ[TICKET_VARIABLE])
-        address = urlsplit(join)
-        host = own_host(address.hostname or "", address.port or 0)
     for name in OWNERS_LOGS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    run_in_loop(_join(join, load, ticket, model, server, host))
+    run_in_loop(_join(join, load))
 
 
-async def _join(
-    join: str,
-    load: Load,
-    ticket: Ticket | None,
-    model: str | None,
-    server: ServerConfig | None,
-    host: str | None,
-) -> None:
-    signals = Signals()
-    async with joined(join, ticket, model) as (owner, welcome):
-        setup = welcome.setup
-        config = setup.server
-        if server is not None:
-            config = replace(config, host=server.host, port=server.port)
-        client = MemberPool(welcome, owner, host or setup.link_host)
+async def _join(join: str, load: Load) -> None:
+    signals = Signals(lambda: None)  # the owner says when keys have changed
+    async with joined(join) as (owner, welcome):
+        setup, config = welcome.setup, welcome.setup.server
+        keys = Keys(config, setup.keys)
+        client = MemberPool(welcome, owner, setup.link_host)
         client.asked_to_drain = signals.came
+        client.membership.on_keys = keys.reload
         tokenizer, images = load(setup)
         if fingerprint(tokenizer) != setup.fingerprint:
             raise FrontError(f"the tokenizer here is not that of the server's {setup.model!r}")
         with (
             contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
-            contextlib.closing(front_listener(config, server is None)) as listener,
+            contextlib.closing(front_listener(config)) as listener,
         ):
             try:
                 if await signals.interrupt(client.start()) is None:
                     return
-                app = create_app(client, tokenizer, config, setup.model, tracing, images)
+                app = create_app(client, tokenizer, keys, setup.model, tracing, images)
                 _share(client.membership, app.state.api)
                 ended = await answer_calls(
-                    *(client, app, listener, config, signals, owner.gone),
+                    *(client, app, listener, signals, owner.gone),
                     client.membership.listening,
                 )
                 if ended:
@@ -276,14 +255,11 @@ async def _join(
 
 
 @contextlib.asynccontextmanager
-async def joined(
-    join: str, ticket: Ticket | None = None, model: str | None = None
-) -> AsyncIterator[tuple[OwnerLink, Welcome]]:
+async def joined(join: str) -> AsyncIterator[tuple[OwnerLink, Welcome]]:
     """A front's connection to its owner, who is told why it fails."""
-    owner = OwnerLink(join, "" if ticket is None else ticket.key)
-    own_ticket = os.environ.get(TICKET_VARIABLE, "") if ticket is None else ticket.ticket
+    owner = OwnerLink(join)
     try:
-        yield owner, await owner.join(own_ticket, __version__, model)
+        yield owner, await owner.join(os.environ.get(TICKET_VARIABLE, ""), __version__)
     except TokenmillError as error:
         owner.fail(str(error))
         raise
@@ -291,11 +267,11 @@ async def joined(
         owner.close()
 
 
-def front_listener(config: ServerConfig, shared: bool) -> socket.socket:
-    """Where a front listens: at the address that it shares, or at one of its own."""
-    if shared and (number := os.environ.get(LISTENER_VARIABLE)):
+def front_listener(config: ServerConfig) -> socket.socket:
+    """Where a front listens: at the address that all fronts share."""
+    if number := os.environ.get(LISTENER_VARIABLE):
         return socket.socket(fileno=os.dup(int(number)))
-    return bind(config.host, config.port, shared=shared)
+    return bind(config.host, config.port, shared=True)
 
 
 def _share(membership: Membership, state: ApiState) -> None:
@@ -312,13 +288,3 @@ def share_calls(membership: Membership, calls: Calls) -> None:
         calls.others = others
 
     membership.on_others = on_others
-
-
-def own_host(host: str, port: int) -> str:
-    """The address of this host that the server, and so its workers, reach; FrontError: none."""
-    try:
-        with socket.create_connection((host, port), timeout=10) as probe:
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError as error:
-        raise FrontError(f"this host cannot reach the server at {host}:{port}: {error}") from None

@@ -17,7 +17,7 @@ from tokenmill.api.protocol.prepare import Job
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
-from tokenmill.text.detokenize import Detokenizer
+from tokenmill.text.detokenize import Detokenizer, StopTable
 from tokenmill.text.message import MessageReader
 from tokenmill.text.parsers import ContentDelta, MessageEvent
 from tokenmill.text.tokenizer import Tokenizer
@@ -81,13 +81,20 @@ class Choice:
         "times",
     )
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, job: Job, streams: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        stops: StopTable | None,
+        job: Job,
+        streams: bool,
+    ) -> None:
         sampling = request.sampling
         self._request = request
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=sampling.skip_special_tokens,
-            stop=sampling.stop,
+            stop=stops,
             include_stop_str=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
             continues=job.continues,
@@ -177,7 +184,8 @@ class Generation:
     ) -> None:
         self.job = job
         self.metrics = metrics
-        self.choices = [Choice(tokenizer, request, job, streams) for request in job.requests]
+        stops = StopTable.of(job.requests[0].sampling.stop)  # every choice has the same
+        self.choices = [Choice(tokenizer, request, stops, job, streams) for request in job.requests]
         self._num_cached = [0] * len(job.requests)
         self.num_open = len(job.requests)
         self.stopped: list[str] = []  # ended by a stop string, still running in the engine

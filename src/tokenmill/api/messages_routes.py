@@ -8,9 +8,9 @@ from typing import TypeVar
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.api.access import authorizer
 from tokenmill.api.bodies.body_reader import BodyReader, ReadCall, answer_call, check_model
 from tokenmill.api.errors import ApiError, of_invalid, renamed
+from tokenmill.api.keys import caller
 from tokenmill.api.messages.message_chat import MESSAGE_NAMES, chat_of_messages
 from tokenmill.api.messages.message_format import MessageFormat, TokenCountAnswer
 from tokenmill.api.messages.message_request import (
@@ -18,7 +18,6 @@ from tokenmill.api.messages.message_request import (
     CountTokensRequest,
     MessagesRequest,
     ThinkingDisabled,
-    ThinkingEnabled,
 )
 from tokenmill.api.operations import json_response
 from tokenmill.api.protocol.decoding import decode_call
@@ -31,7 +30,7 @@ T = TypeVar("T", bound=CountTokensRequest)
 
 def add_messages(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/messages and /v1/messages/count_tokens."""
-    guard = [Depends(authorizer(state.config))]
+    guard = [Depends(caller(state.keys))]
 
     @app.post("/v1/messages", dependencies=guard)
     async def create(request: Request) -> Response:
@@ -39,7 +38,8 @@ def add_messages(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
 
     @app.post("/v1/messages/count_tokens", dependencies=guard)
     async def count_tokens(request: Request) -> Response:
-        count = await bodies.read(request, read_count)
+        with state.enter(request.state.account) as place:
+            count = await bodies.read(request, place, read_count)
         return json_response(TokenCountAnswer(input_tokens=count))
 
 
@@ -64,8 +64,6 @@ def _decode(body: bytes, kind: type[T], preparer: Preparer, model: str) -> T:
     call = decode_call(body, kind, preparer.ignored)
     check_model(call.model, model)
     given = [n for n in MESSAGE_WITHOUT_EFFECT if getattr(call, n, None) is not None]
-    if isinstance(call.thinking, ThinkingEnabled):
-        given.append("thinking.budget_tokens")
     preparer.ignored.note(given)
     return call
 

@@ -14,13 +14,14 @@ from typing import Protocol
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokenmill.api.call import GONE, REPLAYED, REQUEST_ID, CallRecord
-from tokenmill.core.config import ServerConfig
+from tokenmill.api.call import GONE, REQUEST_ID, WARNING, CallRecord
+from tokenmill.api.errors import ApiError
+from tokenmill.api.keys import Keys
+from tokenmill.api.sites import CORS_PATHS, SiteGuard
 
-# Of what pages elsewhere may call: never /workers, which changes the server.
-CORS_PATHS = ("/v1/", "/tokenize", "/detokenize", "/health", "/ping", "/version")
 # Asked again and again by machines: logged only when they fail.
 POLLED = frozenset({"/health", "/ping", "/metrics", "/dashboard/data"})
 TURNS = "turns"  # in the scope of a call
@@ -78,10 +79,11 @@ class Front:
     """An ASGI app around another one; calls of a server that streams nothing need no turns."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, metrics: CallCounter, streams: bool = True
+        self, app: ASGIApp, keys: Keys, metrics: CallCounter, streams: bool = True
     ) -> None:
-        self._app = app
+        config, self._app = keys.config, app
         self._shared = _with_cors(app, config.cors_origins) if config.cors_origins else app
+        self._guard = SiteGuard(keys)
         self._metrics = metrics
         self._logs_requests = config.log_requests
         self._turns = Turns() if streams else None
@@ -95,13 +97,25 @@ class Front:
         if scope["method"] == "POST" and self._turns is not None:
             scope[TURNS] = self._turns
             await self._turns.take()
-        app = self._shared if scope["path"].startswith(CORS_PATHS) else self._app
+        app = self._app_for(record, scope)
         try:
             await app(scope, receive, _named(record, send))
         except ClientDisconnect:
             _log.debug("%s: the client has gone", record.request_id)
         finally:
             self._end(record, scope)
+
+    def _app_for(self, record: CallRecord, scope: Scope) -> ASGIApp:
+        """The app for a call that is taken, or what refuses it."""
+        path: str = scope["path"]
+        try:
+            self._guard.check(scope["method"], path, scope["headers"])
+        except ApiError as error:
+            record.fail(error)
+            return Response(
+                error.body(path), error.status, error.answer_headers(), "application/json"
+            )
+        return self._shared if path.startswith(CORS_PATHS) else self._app
 
     def _end(self, record: CallRecord, scope: Scope) -> None:
         record.status = record.status or GONE
@@ -118,7 +132,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
-        expose_headers=(REQUEST_ID.decode(), "retry-after", REPLAYED.decode()),
+        expose_headers=(REQUEST_ID.decode(), WARNING.decode(), "retry-after"),
     )
 
 

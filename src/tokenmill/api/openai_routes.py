@@ -6,14 +6,15 @@ import time
 from functools import cache, partial
 
 from fastapi import Depends, FastAPI, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, authorizer
+from tokenmill.api.access import Calls
 from tokenmill.api.bodies.body_reader import BodyReader, ReadCall, answer_call, check_model
 from tokenmill.api.errors import ApiError
+from tokenmill.api.keys import Keys, caller
 from tokenmill.api.messages_routes import add_messages
-from tokenmill.api.openapi import docs_page, document
+from tokenmill.api.openapi import document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import (
     DetokenizeAnswer,
@@ -21,6 +22,7 @@ from tokenmill.api.protocol.answers import (
     ModelList,
     Service,
     TokenizeAnswer,
+    TokenizerInfo,
     json_encode,
 )
 from tokenmill.api.protocol.decoding import decode_call
@@ -42,7 +44,6 @@ from tokenmill.api.telemetry.dashboard import add_dashboard
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import NO_TRACING, Tracing
 from tokenmill.api.worker_routes import add_workers
-from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
@@ -52,7 +53,7 @@ from tokenmill.workers.pool import WorkerPool
 def create_app(
     client: WorkerPool,
     tokenizer: Tokenizer,
-    config: ServerConfig,
+    keys: Keys,
     model: str,
     tracing: Tracing = NO_TRACING,
     images: ImageLoader | None = None,
@@ -64,11 +65,12 @@ def create_app(
     """
     if client.facts is None:
         raise ValueError("create_app needs a client that has been started")
+    config = keys.config
     metrics = ServerMetrics(model, config.price_per_gpu_hour)
     takes_images = images is not None
     client.image_loads = None if images is None else images.stats
     calls = Calls(config)
-    state = ApiState(client, tokenizer, config, model, metrics, calls, tracing, takes_images)
+    state = ApiState(client, tokenizer, keys, model, metrics, calls, tracing, takes_images)
     app = FastAPI(
         title="tokenmill",
         docs_url=None,
@@ -77,7 +79,7 @@ def create_app(
         exception_handlers=exception_handlers(),
     )
     app.state.api = state
-    api_document = partial(document, __version__, model, bool(config.api_keys))
+    api_document = partial(document, __version__, model, keys.ring.is_needed)
     app.openapi = cache(api_document)  # type: ignore[method-assign]
     bodies = app.state.bodies = BodyReader(tokenizer, state.facts, config, model, images)
     _add_generation(app, state, bodies)
@@ -103,7 +105,7 @@ def _usage_in(call: GenerationRequest) -> UsageIn:
 
 
 def _add_generation(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
-    guard = [Depends(authorizer(state.config))]
+    guard = [Depends(caller(state.keys))]
 
     @app.post("/v1/chat/completions", dependencies=guard)
     async def chat_completions(request: Request) -> Response:
@@ -115,11 +117,28 @@ def _add_generation(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
 
     @app.post("/tokenize", dependencies=guard)
     async def tokenize(request: Request) -> Response:
-        return _json(await bodies.read(request, read_tokenize))
+        with state.enter(request.state.account) as place:
+            return _json(await bodies.read(request, place, read_tokenize))
 
     @app.post("/detokenize", dependencies=guard)
     async def detokenize(request: Request) -> Response:
-        return _json(await bodies.read(request, read_detokenize))
+        with state.enter(request.state.account) as place:
+            return _json(await bodies.read(request, place, read_detokenize))
+
+    @app.get("/tokenizer_info", dependencies=guard)
+    async def tokenizer_info() -> Response:
+        tokenizer = state.tokenizer
+        named = tokenizer.named_tokens
+        info = TokenizerInfo(
+            bos_token=named.get("bos_token"),
+            eos_token=named.get("eos_token"),
+            pad_token=named.get("pad_token"),
+            unk_token=named.get("unk_token"),
+            chat_template=tokenizer.chat_template,
+            vocab_size=tokenizer.vocab_size,
+            model_max_length=state.facts().max_model_len,
+        )
+        return json_response(info)
 
 
 def _json(body: bytes) -> Response:
@@ -188,7 +207,7 @@ async def _tokenize(call: TokenizeRequest, preparer: Preparer) -> TokenizeAnswer
 
 
 def _add_models(app: FastAPI, state: ApiState) -> None:
-    guard = [Depends(authorizer(state.config))]
+    guard = [Depends(caller(state.keys))]
     created = int(time.time())
 
     def card() -> ModelCard:
@@ -223,8 +242,4 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
         return total.render(stats, client.num_restarts, client.view())
 
     service = Service(service="tokenmill", version=__version__)
-    add_operations(app, state.calls, fault, metrics, service)
-
-    @app.get("/docs")
-    async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()))
+    add_operations(app, state.keys, state.calls, fault, metrics, service)

@@ -5,7 +5,8 @@ The page is plain HTML: it needs neither scripts nor the network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -57,6 +58,7 @@ _ANSWERS = (
     answers.ModelList,
     answers.ModelCard,
     answers.TokenizeAnswer,
+    answers.TokenizerInfo,
     answers.DetokenizeAnswer,
     answers.Health,
     answers.Version,
@@ -65,18 +67,28 @@ _ANSWERS = (
 )
 
 
-def document(version: str, model: str, needs_key: bool) -> Json:
-    """The whole OpenAPI 3.1 document of a server of `model`."""
+def document(
+    version: str,
+    model: str | None,
+    needs_key: bool,
+    passed_on: Iterable[tuple[str, Sequence[str]]] = (),
+) -> Json:
+    """The whole OpenAPI 3.1 document of a server of `model`.
+
+    A router has no model of its own, and passes on routes with these methods.
+    """
     _, schemas = msgspec.json.schema_components(
         _REQUESTS + _ANSWERS, ref_template="#/components/schemas/{name}"
     )
     for struct in _REQUESTS:
         name = schemas[struct.__name__]["properties"]["model"]
-        name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
+        if model is not None:
+            name["anyOf"] = [{"type": "string", "enum": [model]}, {"type": "null"}]
     for struct in _REQUESTS:
         _accept_null(schemas, struct.__name__)
     schemas[MessageItem.__name__]["required"].remove("type")  # the default of input items
-    return _document(version, needs_key, _paths(), schemas)
+    paths = {path: _passed_on(path, methods) for path, methods in passed_on} | _paths()
+    return _document(version, needs_key, paths, schemas)
 
 
 Paths = Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]]
@@ -112,7 +124,7 @@ def _document(
     """The parts as one document; calls of the API want a key where there is one."""
     security: list[Json] = [{"key": []}, {"x-api-key": []}] if needs_key else []
     for path, operations in paths.items():
-        if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+        if path.startswith("/v1/") or path in ("/tokenize", "/detokenize", "/tokenizer_info"):
             for operation in operations.values():
                 operation["security"] = security
     components: Json = {"schemas": schemas}
@@ -194,6 +206,9 @@ def _paths() -> dict[str, dict[str, Json]]:
                 "Token ids to text", "DetokenizeAnswer", _TEXT_ERRORS, body="DetokenizeRequest"
             )
         },
+        "/tokenizer_info": {
+            "get": _operation("Special tokens and the chat template", "TokenizerInfo", (401,))
+        },
         **_operations(),
     }
 
@@ -220,6 +235,15 @@ def _operations() -> dict[str, dict[str, Json]]:
         "/docs": {"get": _plain("This page", "text/html")},
         "/openapi.json": {"get": _plain("This document", "application/json")},
     }
+
+
+def _passed_on(path: str, methods: Sequence[str]) -> dict[str, Json]:
+    """Calls that the backends of a router know."""
+    operation = _plain("Passed on to a backend, which knows more of it", "application/json")
+    names = re.findall(r"{(\w+)}", path)
+    place = {"in": "path", "required": True, "schema": {"type": "string"}}
+    operation["parameters"] = [{"name": name, **place} for name in names]
+    return {method.lower(): operation for method in methods}
 
 
 def _responses_paths() -> dict[str, dict[str, Json]]:

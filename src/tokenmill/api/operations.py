@@ -5,20 +5,35 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls
 from tokenmill.api.call import GONE, record_of
 from tokenmill.api.errors import ApiError, of_invalid
+from tokenmill.api.keys import Keys, overseer
+from tokenmill.api.openapi import docs_page
 from tokenmill.api.protocol.answers import Health, Service, Version, json_encode
 from tokenmill.api.telemetry.prometheus import CONTENT_TYPE
 from tokenmill.core.types import InvalidRequestError
 
 MAX_SHOWN = 100  # characters of a path in an error
+# Routes of ollama, llama.cpp and text-generation-inference, and what does the same here.
+_SAME = {
+    "/api/chat": ("POST", "/v1/chat/completions"),
+    "/api/generate": ("POST", "/v1/completions"),
+    "/api/tags": ("GET", "/v1/models"),
+    "/api/ps": ("GET", "/v1/models"),
+    "/api/show": ("GET", "/v1/models"),
+    "/api/version": ("GET", "/version"),
+    "/completion": ("POST", "/v1/completions"),
+    "/generate": ("POST", "/v1/completions"),
+    "/generate_stream": ("POST", "/v1/completions"),
+    "/models": ("GET", "/v1/models"),
+}
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
@@ -53,17 +68,25 @@ def _as_api_error(error: Exception, request: Request) -> ApiError:
         case InvalidRequestError():
             return of_invalid(error)
         case HTTPException(status_code=404):
-            path = request.url.path[:MAX_SHOWN]
-            message = f"there is no route {path!r}; GET / says what there is"
-            return ApiError(404, message, code="unknown_route")
-        case HTTPException(status_code=405, headers=headers):
-            allowed = (headers or {}).get("Allow", "")
-            message = f"{request.url.path} does not take {request.method}; use {allowed}"
+            return _no_route(request)
+        case HTTPException(status_code=405, headers=headers, detail=message):
+            if message == "Method Not Allowed":
+                allowed = (headers or {}).get("Allow", "")
+                message = f"{request.url.path} does not take {request.method}; use {allowed}"
             return ApiError(405, message, code="method_not_allowed")
         case HTTPException(status_code=status, detail=detail):
             return ApiError(status, str(detail))
         case _:
             return ApiError(500, "internal error", code="internal_error")
+
+
+def _no_route(request: Request) -> ApiError:
+    """404 that names the route which does the same, if the server has one."""
+    path = request.url.path[:MAX_SHOWN]
+    method, same = _SAME.get(path, ("POST", f"/v1{path}"))
+    known = {getattr(route, "path", None) for route in request.app.routes}
+    instead = f"{method} {same} does the same" if same in known else "GET / says what there is"
+    return ApiError(404, f"there is no route {path!r}; {instead}", code="unknown_route")
 
 
 def json_response(answer: object) -> Response:
@@ -73,12 +96,13 @@ def json_response(answer: object) -> Response:
 
 def add_operations(
     app: FastAPI,
+    keys: Keys,
     calls: Calls,
     fault: Callable[[], ApiError | None],
     metrics: Callable[[], Awaitable[bytes]],
     service: Service,
 ) -> None:
-    """Add GET /, /health, which answers the `fault` if there is one, /version and /metrics."""
+    """Add GET /, /docs, /health, which answers the `fault` if any, /version and /metrics."""
 
     @app.get("/")
     async def root() -> Response:
@@ -98,6 +122,12 @@ def add_operations(
     async def server_version() -> Response:
         return json_response(Version(version=__version__))
 
-    @app.get("/metrics")
+    guard = [] if keys.config.open_metrics else [Depends(overseer(keys))]
+
+    @app.get("/metrics", dependencies=guard)
     async def metrics_text() -> Response:
         return Response(await metrics(), media_type=CONTENT_TYPE)
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))

@@ -10,10 +10,11 @@ from functools import partial
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.api.access import authorizer
+from tokenmill.api.access import handing_on
 from tokenmill.api.bodies.body_processes import NotElsewhereError
 from tokenmill.api.bodies.body_reader import BodyReader, check_model
 from tokenmill.api.errors import ApiError, of_invalid, renamed
+from tokenmill.api.keys import caller
 from tokenmill.api.operations import json_response
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.prepare import Job, Preparer
@@ -45,26 +46,30 @@ MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items of one answer
 
 def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/responses and what lies below it."""
-    guard = [Depends(authorizer(state.config))]
+    guard = [Depends(caller(state.keys))]
     keeper = state.client.response_keeper(state.config)
     store = ResponseStore(keeper, state.config)
     state.metrics.stored = keeper.size
 
     @app.post("/v1/responses", dependencies=guard)
     async def create(request: Request) -> Response:
-        state.admit(request.state.key)
-        key = request.state.key
-        with state.traced(request) as trace:
-            read = await bodies.read(request, read_response, partial(_read_response, store, key))
-            trace.parsed(read.parsed_ns)
-            form = _format(read, state, store, key)
-            trace.prepared(read.job, state.model)
-        return GenerationResponse(state, read.job, form, bool(read.call.stream), key, trace)
+        account = request.state.account
+        with handing_on(state.admit(account)) as place:
+            with state.traced(request) as trace:
+                here = partial(_read_response, store, account)
+                read = await bodies.read(request, place, read_response, here)
+                trace.parsed(read.parsed_ns)
+                form = _format(read, state, store, account)
+                trace.prepared(read.job, state.model)
+            if read.call.store is False:  # else what it says is kept until it is stored
+                place.body.release()
+            return GenerationResponse(state, read.job, form, bool(read.call.stream), place, trace)
 
     @app.post("/v1/responses/input_tokens", dependencies=guard)
     async def input_tokens(request: Request) -> Response:
-        here = partial(_read_count, store, request.state.key)
-        count = await bodies.read(request, read_input_count, here)
+        here = partial(_read_count, store, request.state.account)
+        with state.enter(request.state.account) as place:
+            count = await bodies.read(request, place, read_input_count, here)
         return json_response(InputTokens(input_tokens=count))
 
     @app.get("/v1/responses/{response_id}", dependencies=guard)
@@ -72,23 +77,23 @@ def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
         if request.query_params.get("stream") in ("true", "1"):
             message = "stream: a stored response cannot be streamed again; leave the field out"
             raise ApiError(400, message, "stream", "unsupported_value")
-        return json_response((await store.get(response_id, request.state.key)).response)
+        return json_response((await store.get(response_id, request.state.account)).response)
 
     @app.delete("/v1/responses/{response_id}", dependencies=guard)
     async def delete(request: Request, response_id: str) -> Response:
-        await store.delete(response_id, request.state.key)
+        await store.delete(response_id, request.state.account)
         return json_response(DeletedResponse(id=response_id))
 
     @app.post("/v1/responses/{response_id}/cancel", dependencies=guard)
     async def cancel(request: Request, response_id: str) -> Response:
-        await store.get(response_id, request.state.key)
+        await store.get(response_id, request.state.account)
         message = f"response_id: {response_id!r} has ended: only a response in the background can "
         message += "be cancelled, and there are none; close the connection of a running one"
         raise ApiError(400, message, "response_id", "unsupported_value")
 
     @app.get("/v1/responses/{response_id}/input_items", dependencies=guard)
     async def input_items(request: Request, response_id: str) -> Response:
-        entry = await store.get(response_id, request.state.key)
+        entry = await store.get(response_id, request.state.account)
         query = request.query_params
         descending = _order(query.get("order", "desc")) == "desc"
         limit = _limit(query.get("limit", str(DEFAULT_PAGE)))
@@ -121,19 +126,19 @@ class ReadResponse:
 
 async def read_response(body: bytes, preparer: Preparer, model: str) -> ReadResponse:
     """A call that refers to nothing that is stored."""
-    return await _read_response(None, 0, body, preparer, model)
+    return await _read_response(None, "", body, preparer, model)
 
 
 async def read_input_count(body: bytes, preparer: Preparer, model: str) -> int:
     """The tokens of the prompt of a call that refers to nothing that is stored."""
-    return await _read_count(None, 0, body, preparer, model)
+    return await _read_count(None, "", body, preparer, model)
 
 
 async def _read_response(
-    store: ResponseStore | None, key: int, body: bytes, preparer: Preparer, model: str
+    store: ResponseStore | None, account: str, body: bytes, preparer: Preparer, model: str
 ) -> ReadResponse:
     call, parsed_ns = _decode(body, preparer, model), time.monotonic_ns()
-    items = await _context(call, store, key)
+    items = await _context(call, store, account)
     try:
         job = await _job(call, items, preparer)
     except ApiError as error:
@@ -145,11 +150,11 @@ async def _read_response(
 
 
 async def _read_count(
-    store: ResponseStore | None, key: int, body: bytes, preparer: Preparer, model: str
+    store: ResponseStore | None, account: str, body: bytes, preparer: Preparer, model: str
 ) -> int:
     call = _decode(body, preparer, model)
     try:
-        return await preparer.count_chat(chat_of(call, await _context(call, store, key)))
+        return await preparer.count_chat(chat_of(call, await _context(call, store, account)))
     except InvalidRequestError as error:
         raise renamed(of_invalid(error), RESPONSE_NAMES) from None
 
@@ -165,7 +170,7 @@ def _decode(body: bytes, preparer: Preparer, model: str) -> ResponsesRequest:
     return call
 
 
-async def _context(call: ResponsesRequest, store: ResponseStore | None, key: int) -> list[Item]:
+async def _context(call: ResponsesRequest, store: ResponseStore | None, account: str) -> list[Item]:
     """All items that the model is to see: the earlier turns', then the call's own."""
     given: Sequence[InputItem] = (
         [MessageItem(role="user", content=call.input)]
@@ -178,10 +183,10 @@ async def _context(call: ResponsesRequest, store: ResponseStore | None, key: int
         return own
     if store is None:
         raise NotElsewhereError
-    items = await store.resolve(given, key)
+    items = await store.resolve(given, account)
     if previous_id is None:
         return items
-    previous = await store.get(previous_id, key, "previous_response_id")
+    previous = await store.get(previous_id, account, "previous_response_id")
     return [*previous.conversation, *items]
 
 
@@ -217,14 +222,16 @@ async def _job(call: ResponsesRequest, items: Sequence[Item], preparer: Preparer
     return job
 
 
-def _format(read: ReadResponse, state: ApiState, store: ResponseStore, key: int) -> ResponseFormat:
+def _format(
+    read: ReadResponse, state: ApiState, store: ResponseStore, account: str
+) -> ResponseFormat:
     """Writes the answer, and has it stored unless the call says not to."""
     call, job = read.call, read.job
     response = new_response(call, job.job_id, job.created, state.model)
 
     def on_end(ended: ResponseObject) -> None:
         if call.store is not False:
-            store.put(ended, read.items, key)
+            store.put(ended, read.items, account)
 
     carries = ENCRYPTED in (call.include or ())
     return ResponseFormat(response, state.tokenizer, on_end, carries)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -18,7 +19,7 @@ from fastapi import FastAPI
 
 from tokenmill.api.access import Calls
 from tokenmill.api.connection import Connection, ConnectionLimits, check_all
-from tokenmill.api.idempotency import Idempotent
+from tokenmill.api.keys import Keys, open_keys
 from tokenmill.api.middleware import Front
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.stream import ApiState
@@ -27,6 +28,7 @@ from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
 from tokenmill.core.types import EngineStats, TokenmillError
+from tokenmill.engine_events.publisher import open_publisher
 from tokenmill.http_connection import max_open_files, raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
@@ -63,12 +65,11 @@ def serve(
     router: RouterConfig | None = None,
     prefill_argv: Sequence[str] | None = None,
     images: ImageLoader | None = None,
-    encoder_argv: Sequence[str] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     `worker_argv` followed by "--address ADDRESS" starts a worker, `prefill_argv` one that computes
-    prompts for others, `encoder_argv` one that encodes their images; `on_listening` gets the URL.
+    prompts for others; `on_listening` gets the URL.
     Without `images` the model takes text only.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
@@ -77,32 +78,33 @@ def serve(
     with (
         contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
+        open_keys(config, listener.getsockname()[1]) as keys,
         open_placement(pool) as placement,
+        open_publisher(pool) as publisher,
     ):
-        worker, prefill, encoder = placement.spawner(worker_argv, pool.ranks), None, None
+        worker, prefill = placement.spawner(worker_argv, pool.ranks), None
         if prefill_argv is not None:
             prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
-        if encoder_argv is not None:
-            encoder = placement.spawner(encoder_argv)
-        client = WorkerPool(worker, pool, router, placement.host, prefill, encoder)
-        make_app = partial(create_app, client, tokenizer, config, model, tracing, images)
-        run_in_loop(_run(listener, client, config, make_app, on_listening))
+        client = WorkerPool(worker, pool, router, placement.host, prefill)
+        client.routers.publisher = publisher
+        make_app = partial(create_app, client, tokenizer, keys, model, tracing, images)
+        run_in_loop(_run(listener, client, keys, make_app, on_listening))
 
 
 async def _run(
     listener: socket.socket,
     client: WorkerPool,
-    config: ServerConfig,
+    keys: Keys,
     make_app: Callable[[], FastAPI],
     on_listening: OnListening | None,
 ) -> None:
-    signals = Signals()
+    signals = Signals(keys.reload)
     try:
         facts = await signals.interrupt(client.start())
         if facts is None:
             return
         ended = await answer_calls(
-            *(client, make_app(), listener, config, signals, client.gave_up),
+            *(client, make_app(), listener, signals, client.gave_up),
             lambda url: on_listening(url, facts) if on_listening is not None else None,
         )
         if ended:
@@ -115,7 +117,6 @@ async def answer_calls(
     client: WorkerPool,
     app: FastAPI,
     listener: socket.socket,
-    config: ServerConfig,
     signals: Signals,
     ends: asyncio.Event,
     on_listening: Callable[[str], None],
@@ -124,13 +125,13 @@ async def answer_calls(
     gc.freeze()  # vocabulary and app live as long as the process: do not scan them
     gc.set_threshold(YOUNG_OBJECTS)
     state: ApiState = app.state.api
-    kept = Idempotent(app, client, config)
+    keys, config = state.keys, state.config
     with contextlib.closing(app.state.bodies):
         async with (
-            listening(Front(kept, config, state.metrics), listener, config),
+            listening(Front(app, keys, state.metrics), listener, keys),
             logging_stats(config, state.metrics, client.known_stats),
         ):
-            on_listening(url_of(listener))
+            on_listening(url_of(listener, keys))
             ended = await signals.interrupt(ends.wait())
             client.drain()
             await drain(state.calls, config.drain_timeout_s, signals)
@@ -146,11 +147,11 @@ def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Any, listener: socket.socket, config: ServerConfig) -> AsyncIterator[None]:
+async def listening(app: Any, listener: socket.socket, keys: Keys) -> AsyncIterator[None]:
     """The app over HTTP while the block runs; ServerError where another one listens by now."""
     with _naming(listener.getsockname()):
         listener.listen(BACKLOG)
-    server = _Uvicorn(_uvicorn_config(app, config))
+    server = _Uvicorn(_uvicorn_config(app, keys))
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(POLL_S)
@@ -196,14 +197,24 @@ async def logging_stats(
 
 
 class Signals:
-    """SIGTERM and SIGINT, counted."""
+    """SIGTERM and SIGINT, counted; SIGHUP calls `reload`, unless it is ignored (nohup)."""
 
-    def __init__(self) -> None:
+    def __init__(self, reload: Callable[[], object]) -> None:
         self.count = 0
         self._came = asyncio.Event()
+        self._reload, self._had_terminal = reload, _has_terminal()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.came)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    def _hung_up(self) -> None:
+        """A server whose terminal was closed ends."""
+        if self._had_terminal and not _has_terminal():
+            self.came()
+        else:
+            self._reload()
 
     def came(self) -> None:
         """Count one more."""
@@ -228,6 +239,14 @@ class Signals:
         return None
 
 
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handling, which would end streams and exit by the signal.
 
@@ -244,9 +263,10 @@ class _Uvicorn(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: Any, keys: Keys) -> uvicorn.Config:
+    config = keys.config
     limits = ConnectionLimits.of(config, max_open_files() - RESERVED_FILES)
-    return uvicorn.Config(
+    made = uvicorn.Config(
         app,
         http=functools.partial(Connection, limits),  # type: ignore[arg-type]
         ws="none",
@@ -259,6 +279,9 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=CLOSE_S,
     )
+    made.load()
+    made.ssl = keys.tls
+    return made
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -287,6 +310,7 @@ def _naming(address: Sequence[Any]) -> Iterator[None]:
         raise ServerError(f"cannot listen on {where}: {error.strerror or error}") from None
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, keys: Keys) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if keys.tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

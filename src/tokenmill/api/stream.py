@@ -9,14 +9,14 @@ from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from tokenmill.api.access import Calls, account_name
-from tokenmill.api.call import CHUNK_WRITER, GONE, record_of
+from tokenmill.api.access import Calls, Place
+from tokenmill.api.call import CHUNK_WRITER, GONE, WARNING, record_of
 from tokenmill.api.direct_text import DirectText, PlainFormat
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import Generation, TextDelta, join_deltas
-from tokenmill.api.idempotency import seeded_by
+from tokenmill.api.keys import Keys
 from tokenmill.api.middleware import take_turn
 from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.prepare import Job
@@ -33,15 +33,12 @@ from tokenmill.workers.pool import WorkerPool
 
 RECEIPT_TIMEOUT_S = 10.0
 JSON_HEADERS = [(b"content-type", b"application/json")]
-SSE_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+MAX_WARNING = 1000  # characters of the header
 
 
 @dataclass(slots=True)
@@ -50,12 +47,16 @@ class ApiState:
 
     client: WorkerPool
     tokenizer: Tokenizer
-    config: ServerConfig
+    keys: Keys
     model: str
     metrics: ServerMetrics
     calls: Calls  # of generation
     tracing: Tracing = NO_TRACING
     takes_images: bool = False
+
+    @property
+    def config(self) -> ServerConfig:
+        return self.keys.config
 
     def facts(self) -> ModelFacts:
         """What all workers have in common, now."""
@@ -70,12 +71,25 @@ class ApiState:
         span.set({"gen_ai.request.id": record_of(request.scope).request_id})
         return CallTrace(span, OPERATIONS[path], start_ns)
 
-    def admit(self, key: int, num_choices: int = 1) -> None:
-        """Raise what a new generation call is to be answered with, if it cannot be taken."""
+    def enter(self, account: str) -> Place:
+        """Let in a call that wants no engine, or raise what it is to be answered with."""
+        self.calls.check_draining()
+        return self.calls.enter(account)
+
+    def admit(self, account: str) -> Place:
+        """Let in a generation call whose head has come, or raise what it is to be answered with."""
+        self._check_engine(1)
+        return self.calls.enter(account)
+
+    def take(self, place: Place, num_choices: int) -> None:
+        """Count a call for its choices, or raise what it is to be answered with."""
+        self._check_engine(num_choices)
+        place.take(num_choices)
+
+    def _check_engine(self, num_choices: int) -> None:
         self.calls.check_draining()
         if not self.client.ready:
             raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
-        self.calls.check_limits(key, num_choices)
         pending = self.config.max_pending
         if pending is None:
             return
@@ -121,7 +135,7 @@ class GenerationResponse(Response):
         job: Job,
         form: Format,
         streams: bool,
-        key: int,
+        place: Place,
         trace: CallTrace,
     ) -> None:
         super().__init__()
@@ -129,18 +143,23 @@ class GenerationResponse(Response):
         self._job = job
         self._form = form
         self._streams = streams
-        self._key = key
+        self._place = place
         self._trace = trace
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            await self._run(scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace, error, record = self._trace, None, record_of(scope)
         state = self._state
         generation = Generation(self._job, state.tokenizer, state.metrics, self._streams)
         try:
-            self._state.admit(self._key, len(self._job.requests))
-            requests, traces = seeded_by(scope, self._job.requests), trace.requests(self._job)
-            account = account_name(self._state.config, self._key)
+            account = self._place.account
+            state.take(self._place, len(self._job.requests))
+            requests = state.keys.salted(self._job.requests, account)
+            traces = trace.requests(self._job)
             stream = state.client.submit(requests, traces, self._job.hash_inputs, account)
         except (ApiError, WorkerDownError) as refused:
             error = _as_api_error(refused)
@@ -148,7 +167,6 @@ class GenerationResponse(Response):
             record.fail(error)
             await send_error(send, error, scope["path"])
             return
-        self._state.calls.begin(self._key, len(self._job.requests))
         if self._streams:
             stream.interval = state.config.stream_interval
         if self._streams and CHUNK_WRITER in scope and isinstance(self._form, PlainFormat):
@@ -170,7 +188,6 @@ class GenerationResponse(Response):
             watcher.cancel()
             generation.close()
             self._state.client.abort(stream.request_ids)
-            self._state.calls.end(self._key, len(self._job.requests))
             reasons = [choice.reason for choice in generation.choices]
             generation.describe(record)
             record.worker = ",".join(sorted(set(stream.workers.values()))) or "-"
@@ -192,7 +209,8 @@ class GenerationResponse(Response):
         self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
     ) -> None:
         self._started = True
-        await send(SSE_START)
+        headers = [*SSE_HEADERS, *_warnings(self._job)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         body = self._form.frame.start(generation.usage())
         while generation.num_open:
             self._abort_stopped(generation)
@@ -224,7 +242,7 @@ class GenerationResponse(Response):
             deltas = generation.advance(await stream.get())
         wholes = [join_deltas(each) for each in by_choice]
         usage = await self._last_usage(generation, stream)
-        await send_json(send, 200, self._form.answer(wholes, usage))
+        await send_json(send, 200, self._form.answer(wholes, usage), _warnings(self._job))
 
     async def _last_usage(self, generation: Generation, stream: OutputStream) -> Usage:
         """The usage of a whole answer, with its receipt if it is wanted.
@@ -247,6 +265,16 @@ class GenerationResponse(Response):
             await send_error(send, error, path)
             return
         await send({"type": "http.response.body", "body": self._form.frame.failure(error)})
+
+
+def _warnings(job: Job) -> list[tuple[bytes, bytes]]:
+    """The header that names what an answer is not checked against."""
+    if not job.unenforced:
+        return []
+    text = f"not enforced: {', '.join(job.unenforced)}"
+    if len(text) > MAX_WARNING:
+        text = text[: MAX_WARNING - 3] + "..."
+    return [(WARNING, text.encode("ascii", "replace"))]
 
 
 async def send_error(send: Send, error: ApiError, path: str) -> None:

@@ -14,9 +14,10 @@ import torch
 from tokenmill.bench.mlperf.submission import NO_ACCELERATOR
 from tokenmill.bench.results.manifest import cpu_name
 from tokenmill.bench.roofline import Machine
-from tokenmill.bench.versions import package_version
+from tokenmill.core.installation import package_version
 from tokenmill.kernels import cpu_kernels
-from tokenmill.kernels.matmul import activation_limit, by_groups, matmul, pack, quantize_rows
+from tokenmill.kernels.matmul import matmul, pack
+from tokenmill.kernels.rows import activation_limit, by_groups, quantize_rows
 
 ROWS = 512
 READ_BYTES = 2**29

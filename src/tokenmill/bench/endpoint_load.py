@@ -184,18 +184,27 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     return found
 
 
-def first_model(url: str, api_key: str | None) -> str:
-    """The first name of the server's /models."""
+def served_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """What the server's /models lists; OSError, ValueError, KeyError or TypeError without it."""
     from urllib.request import Request, urlopen
 
-    base = url.removesuffix("/completions").removesuffix("/chat")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with urlopen(Request(_models_url(url), headers=headers), timeout=MODELS_TIMEOUT_S) as answer:
+        cards: list[dict[str, Any]] = json.load(answer)["data"]
+    return cards
+
+
+def _models_url(url: str) -> str:
+    return url.removesuffix("/completions").removesuffix("/chat") + "/models"
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The first name of the server's /models."""
     try:
-        with urlopen(Request(base + "/models", headers=headers), timeout=MODELS_TIMEOUT_S) as got:
-            return str(json.load(got)["data"][0]["id"])
+        return str(served_models(url, api_key)[0]["id"])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise BenchError(
-            f"{base}/models does not name a model ({error}): give --model, or check --url"
+            f"{_models_url(url)} does not name a model ({error}): give --model, or check --url"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Offline throughput: the same cells for every engine, round by round, beside their ceiling."""
+"""Offline throughput: cells of requests, round by round, beside their ceiling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from tokenmill.bench.results.reports import CellReport
 from tokenmill.bench.roofline import Machine, Roofline
@@ -26,21 +25,11 @@ Update = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class CellRun:
-    """One run of a cell; `times` has one entry per request where the engine stamps them."""
+    """One run of a cell; `times` has one entry per request."""
 
     seconds: float
     times: list[RequestTimes] = field(default_factory=list)
     num_accepted: int = 0  # drafts that came true
-
-
-class CellEngine(Protocol):
-    """Something that can run a cell: this engine or a peer."""
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, cell: Cell, prompts: Prompts) -> CellRun:
-        """Generate exactly the cell's output tokens for each prompt; raise BenchError if not."""
 
 
 class OurEngine:
@@ -96,62 +85,31 @@ def _check_counts(cell: Cell, counts: Sequence[int]) -> None:
         )
 
 
-@dataclass(slots=True)
-class Measured:
-    """Runs by cell and engine, and why an engine has none."""
-
-    runs: dict[str, dict[str, list[CellRun]]]
-    failures: dict[str, str]
-
-
 def measure(
-    engines: Sequence[CellEngine],
+    engine: OurEngine,
     cells: Sequence[Cell],
     config: BenchConfig,
     vocab_size: int,
     progress: Update = lambda done, total: None,
-) -> Measured:
-    """Warm up, then `config.num_rounds` rounds of every cell; in a round each engine runs once.
-
-    Drift of a shared machine so hits all alike. Only our own failure is an error.
-    """
-    measured = Measured({cell.name: {} for cell in cells}, {})
-    total = len(cells) * (config.num_rounds + 1) * len(engines)
+) -> dict[str, list[CellRun]]:
+    """The runs of every cell: a short one to warm up, then `config.num_rounds` that count."""
+    measured: dict[str, list[CellRun]] = {cell.name: [] for cell in cells}
+    total = len(cells) * (config.num_rounds + 1)
     done = 0
     for cell in cells:
         for round_index in range(WARMUP_ROUND, config.num_rounds):
-            runs = None if round_index == WARMUP_ROUND else measured.runs[cell.name]
-            this = cell.warmup() if runs is None else cell
+            this = cell.warmup() if round_index == WARMUP_ROUND else cell
             prompts = make_prompts(this, round_index, config.seed, vocab_size)
-            for engine in engines:
-                if engine.name not in measured.failures:
-                    _run_once(engine, this, prompts, runs, measured.failures)
-                done += 1
-                progress(done, total)
+            run = engine.run(this, prompts)
+            if round_index != WARMUP_ROUND:
+                measured[cell.name].append(run)
+            done += 1
+            progress(done, total)
     return measured
 
 
-def _run_once(
-    engine: CellEngine,
-    cell: Cell,
-    prompts: Prompts,
-    runs: dict[str, list[CellRun]] | None,
-    failures: dict[str, str],
-) -> None:
-    """Add a run to `runs`, unless it is the warm-up's, or the reason why there is none."""
-    try:
-        run = engine.run(cell, prompts)
-    except BenchError as error:
-        if engine.name == OURS:
-            raise
-        failures[engine.name] = str(error)
-        return
-    if runs is not None:
-        runs.setdefault(engine.name, []).append(run)
-
-
 def cell_report(cell: Cell, runs: Sequence[CellRun]) -> CellReport:
-    """Figures of one engine in one cell; the median run counts."""
+    """Figures of one cell; the median run counts."""
     seconds = statistics.median(run.seconds for run in runs)
     times = [t for run in runs for t in run.times]
     num_tokens = cell.num_input_tokens + cell.num_output_tokens
@@ -191,15 +149,6 @@ def with_ceiling(
         "mfu": round(roof.flops / seconds / machine.flops_per_s(dtype), 3),
         "mbu": round(roof.bytes_read / seconds / machine.read_bytes_per_s, 3),
     }
-
-
-def ratios(reports: dict[str, dict[str, CellReport]]) -> dict[str, float | None]:
-    """Ours over the best peer by cell; None where no peer ran."""
-    result: dict[str, float | None] = {}
-    for name, by_engine in reports.items():
-        peers = [r["tok_s"] for who, r in by_engine.items() if who != OURS]
-        result[name] = round(by_engine[OURS]["tok_s"] / max(peers), 3) if peers else None
-    return result
 
 
 def peak_rss_mib() -> float:

@@ -9,22 +9,25 @@ import typer
 from tokenmill import __version__
 from tokenmill.cli import (
     bench,
+    config,
     embedding_tables,
     front,
     generate,
-    pull,
+    models,
     rank,
     receipts,
+    recipes,
     route,
     serve,
     video,
+    worker,
 )
 from tokenmill.cli import worker_commands as pool
 from tokenmill.cli.chat import chat_command as chat
 from tokenmill.cli.plan import plan_group as plan
 from tokenmill.cli.process_app import empty_app
 
-app = empty_app()
+app = empty_app(completion=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +51,6 @@ def root(
 
     tokenmill chat                          talk to a model in the terminal
     tokenmill generate "Once upon a time"   continue a text
-    tokenmill video "a red fox in snow"     make a video
     tokenmill serve                         OpenAI-compatible, 127.0.0.1:8000
     tokenmill bench throughput              tokens per second
 
@@ -57,6 +59,6 @@ def root(
     """
 
 
-MODULES = (serve, front, route, pool, receipts, chat, generate, rank, video, embedding_tables)
-for _module in (*MODULES, pull, bench, plan):
+MODULES = (serve, worker, front, route, pool, receipts, chat, generate, rank, video)
+for _module in (*MODULES, embedding_tables, models, recipes, config, bench, plan):
     _module.register(app)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import typer
 
 from tokenmill.bench.commands import BenchCommand, bench_commands
+from tokenmill.settings.help_page import HelpGroup
 from tokenmill.settings.options import command
 
 
@@ -17,8 +18,8 @@ def register(app: typer.Typer) -> None:
 
 def add_group(app: typer.Typer, commands: Iterable[BenchCommand]) -> None:
     """The group with these commands."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
     for one in commands:
         add = command(group, one.name, one.panels, defaults=one.defaults, hidden=one.hidden)
         add(one.run)
-    app.add_typer(group, name="bench", help="Measure speed; the last line is one JSON object.")
+    app.add_typer(group, name="bench", help="Measure speed; --json, or a pipe, gets one JSON line.")

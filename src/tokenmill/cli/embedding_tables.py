@@ -9,11 +9,12 @@ import typer
 
 from tokenmill import console
 from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.settings.help_page import HelpGroup
 from tokenmill.settings.options import command
 
 ROWS = replace(SETTINGS["table-rows"], help="Rows of the table.")
 COLUMNS = replace(SETTINGS["table-columns"], help="Columns of the table.")
-KIND = tuple(SETTINGS[key] for key in ("table-dtype", "database"))
+DTYPE = SETTINGS["table-dtype"]
 OUTPUT = {"Output": (SETTINGS["json"],)}
 GROUP_HELP = "Create, load and check embedding tables."
 
@@ -23,9 +24,9 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A .safetensors or .np
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-    command(group, "create", {"Table": (ROWS, COLUMNS, *KIND)})(create)
-    command(group, "load", {"Table": (SETTINGS["tensor"], *KIND)})(load)
+    group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
+    command(group, "create", {"Table": (ROWS, COLUMNS, DTYPE)})(create)
+    command(group, "load", {"Table": (SETTINGS["tensor"], DTYPE)})(load)
     command(group, "check", OUTPUT)(check)
     app.add_typer(group, name="embeddings", help=GROUP_HELP)
 
@@ -34,7 +35,6 @@ def create(settings: Settings, folder: Folder) -> None:
     """Make a table of zeros.
 
     tokenmill embeddings create items --table-rows 1000000
-    tokenmill embeddings create items --table-rows 1000000000 --database
     """
     from tokenmill.ranking.stores.opening import create_table
     from tokenmill.ranking.stores.store import TableSpec
@@ -45,7 +45,7 @@ def create(settings: Settings, folder: Folder) -> None:
         raise SettingsError("a new table needs --table-rows, such as --table-rows 1000000")
     dtype = KINDS[settings.get("table-dtype") or "float16"]
     spec = TableSpec(num_rows, settings.get("table-columns"), dtype)
-    create_table(folder, spec, settings.get("database"))
+    create_table(folder, spec)
     console.out.print(f"{folder}: {spec}, {spec.num_bytes / 1e6:,.1f} MB of rows", markup=False)
 
 
@@ -53,7 +53,7 @@ def load(settings: Settings, file: File, folder: Folder) -> None:
     """Make a table of a file's rows, which are read a piece at a time.
 
     tokenmill embeddings load items.npy items
-    tokenmill embeddings load model.safetensors items --tensor item_embedding.weight --database
+    tokenmill embeddings load model.safetensors items --tensor item_embedding.weight
     """
     from tokenmill.ranking.stores.opening import load_table
     from tokenmill.ranking.stores.table_files import open_rows
@@ -61,8 +61,7 @@ def load(settings: Settings, file: File, folder: Folder) -> None:
 
     wanted = settings.get("table-dtype")
     rows = open_rows(file, settings.get("tensor"))
-    dtype = KINDS[wanted] if wanted else None
-    spec = load_table(folder, rows, dtype, settings.get("database"))
+    spec = load_table(folder, rows, KINDS[wanted] if wanted else None)
     console.out.print(f"{folder}: {spec}, from {file}", markup=False)
 
 
@@ -78,7 +77,9 @@ def check(settings: Settings, folder: Folder) -> None:
     if settings.get("json"):
         fields = {"kind": report.kind, "rows": report.spec.num_rows, "columns": report.spec.dim}
         counts = {"disk_bytes": report.disk_bytes, "rows_not_finite": report.num_not_finite}
-        console.print_json({**fields, "dtype": type_name(report.spec.dtype), **counts})
+        console.print_json(
+            {**fields, "dtype": type_name(report.spec.dtype), **counts}, settings.get("json")
+        )
         return
     console.out.print(
         f"{folder}: {report.kind}, {report.spec}, {report.disk_bytes / 1e6:,.1f} MB on disk; "

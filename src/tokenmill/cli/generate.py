@@ -24,7 +24,8 @@ PANELS = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    command(app, "generate", PANELS, defaults=DEFAULTS)(generate)
+    common = ("chat", "system", "json", *local.COMMON)
+    command(app, "generate", PANELS, defaults=DEFAULTS, common=common)(generate)
 
 
 def generate(

@@ -10,18 +10,18 @@ from importlib import import_module
 
 import typer
 
-from tokenmill.cli.bench import add_group
+from tokenmill.settings.help_page import HelpGroup
 
-MODULES = {"worker": "serve", "front": "front", "route-front": "route"}  # of tokenmill.cli
-BENCH_MODULES = {"start-once": "start"}  # of tokenmill.bench.commands
+MODULES = {"worker-process": "serve", "front": "front"}  # of tokenmill.cli
 
 
-def empty_app() -> typer.Typer:
-    """An app without commands."""
+def empty_app(completion: bool = False) -> typer.Typer:
+    """An app without commands; with flags that install the completion of a shell."""
     return typer.Typer(
         name="tokenmill",
+        cls=HelpGroup,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=completion,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,9 +35,6 @@ def process_app(arguments: Sequence[str]) -> typer.Typer | None:
     match arguments:
         case [name, *_] if name in MODULES:
             import_module(f"tokenmill.cli.{MODULES[name]}").register(app)
-        case ["bench", name, *_] if name in BENCH_MODULES:
-            module = import_module(f"tokenmill.bench.commands.{BENCH_MODULES[name]}")
-            add_group(app, module.COMMANDS)
         case _:
             return None
     return app

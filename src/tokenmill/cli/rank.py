@@ -1,4 +1,4 @@
-"""tokenmill rank and tokenmill rank-train."""
+"""tokenmill rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from tokenmill import console
 from tokenmill.core.flags import count, one_of
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import RANK, RANK_COMPARED, RANK_TABLES, RANK_TRAIN
+from tokenmill.settings.commands import RANK, RANK_COMPARED, RANK_TABLES
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.ranking.model import RankingModel
 
-MODEL, REQUESTS = "model", "requests.jsonl"
 _NO_HURRY = 3.6e6  # ms: batches are as large as their tokens allow
 
 
@@ -33,7 +32,9 @@ def _here(key: str, help: str, **changes: object) -> Setting:
 
 PANELS = {
     "Ranking": (
-        _here("model", "Folder of a ranking model, as rank-train writes it.", default=None),
+        _here(
+            "model", "Folder of a ranking model; examples/rank_train.py writes one.", default=None
+        ),
         _here("top-k", "Answer with the K best candidates, best first.", kind=count(1)),
         _here(
             "dtype",
@@ -46,13 +47,11 @@ PANELS = {
     ),
     "Tables": RANK_TABLES,
 }
-TRAIN_PANELS = {"Data and model": (*RANK_TRAIN, _here("seed", "Of data and model.", kind=count(0)))}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
+    """Add the command to the app."""
     command(app, "rank", PANELS)(rank)
-    command(app, "rank-train", TRAIN_PANELS)(rank_train)
 
 
 def rank(
@@ -63,7 +62,6 @@ def rank(
 ) -> None:
     """Score each line's candidates for its user; answers go to stdout, a line each.
 
-    tokenmill rank-train demo
     tokenmill rank demo/requests.jsonl --model demo/model --top-k 3
 
     A line has user_id, history {item_ids, category_ids, actions} and
@@ -127,7 +125,7 @@ def load_ranking_model(settings: Settings) -> RankingModel:
     from tokenmill.ranking.spec_file import read_spec
 
     if "model" not in settings:
-        raise SettingsError("--model DIR is needed: tokenmill rank-train DIR writes a model")
+        raise SettingsError("--model DIR is needed: examples/rank_train.py writes a small one")
     device = choose_device(settings.values.get("device", "cpu"))
     dtype, folder = choose_dtype(settings.get("dtype"), device), Path(settings.get("model"))
     levers = {"candidate_chunk": settings.get("candidate-chunk")}
@@ -140,41 +138,3 @@ def load_ranking_model(settings: Settings) -> RankingModel:
         model = load_model(folder, dtype, device, tables, rows, **levers)
     limit_threads(model.spec, settings.values.get("num-threads"))
     return model
-
-
-def rank_train(
-    settings: Settings,
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="Where model/ and requests.jsonl go.")
-    ],
-) -> None:
-    """Make synthetic users as MLPerf's DLRMv3 has them, and train a small model on them.
-
-    tokenmill rank-train demo
-
-    It takes about half a minute on a CPU. The requests of the last timestamps,
-    which the model has not seen, go to requests.jsonl with their labels.
-    """
-    from tokenmill.ranking.model_files import save_model
-    from tokenmill.ranking.request_json import write_request
-    from tokenmill.ranking.synthetic import DEFAULT_SEED, SyntheticSpec, synthetic_requests
-    from tokenmill.ranking.training import small_spec, train
-
-    data = SyntheticSpec(
-        num_users=settings.get("users"),
-        num_items=settings.get("items"),
-        num_candidates=settings.get("candidates"),
-        seed=settings.values.get("seed", DEFAULT_SEED),
-    )
-    target, steps = Path(folder), settings.get("train-steps")
-    seen, unseen = synthetic_requests(data, training=True), synthetic_requests(data, training=False)
-    console.note(f"{len(seen)} requests to train on, {len(unseen)} to score")
-    start = time.perf_counter()
-    with console.progress("Training") as update:
-        report = lambda step, _: update(step + 1, steps)  # noqa: E731
-        model = train(small_spec(data), seen, steps, seed=data.seed, report=report)
-    save_model(model, target / MODEL)
-    lines = [json.dumps(write_request(request)) + "\n" for request in unseen]
-    (target / REQUESTS).write_text("".join(lines), encoding="utf-8")
-    console.note(f"trained in {time.perf_counter() - start:.1f} s")
-    console.out.print(f"tokenmill rank {target / REQUESTS} --model {target / MODEL}", markup=False)

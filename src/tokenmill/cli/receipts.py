@@ -28,7 +28,7 @@ PRICE = replace(
 PANELS = {
     "Source": (*SERVER, RECORD),
     "Receipts": (PRICE, SETTINGS["latest"]),
-    "Output": (SETTINGS["json-only"],),
+    "Output": (SETTINGS["json"],),
 }
 PARTS = ("prefill", "decode", "drafts")
 SPLIT = (*PARTS, "saved")
@@ -61,14 +61,14 @@ def receipts(settings: Settings) -> None:
     _set_price(view, price)
     latest = settings.get("latest")
     view["requests"] = view["requests"][-latest:] if latest else []
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         console.print_table(list(_rows(view, price is not None)))
         if view["requests"]:
             console.out.print()
             console.print_table(list(_request_rows(view, price is not None)))
         for line in _notes(view, price):
             console.note(line)
-    console.print_json(view)
+    console.print_json(view, settings.get("json"))
 
 
 def _set_price(view: Json, price: float | None) -> None:

@@ -31,7 +31,6 @@ from tokenmill.cli.serve_video import (
 from tokenmill.console import fetch
 from tokenmill.core.config import (
     GPU_MEMORY_SHARE,
-    MEMORY_SHARE,
     ModelConfig,
     ParallelConfig,
     PoolConfig,
@@ -39,7 +38,7 @@ from tokenmill.core.config import (
     ServerConfig,
     Setup,
 )
-from tokenmill.core.gpus import visible_gpus
+from tokenmill.core.gpus import check_device, visible_gpus
 from tokenmill.core.kv import SHM, choose_connectors
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import (
@@ -61,7 +60,6 @@ from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
-    from tokenmill.engine.encoder import EncoderEngine
     from tokenmill.vision.loader import ImageLoader
     from tokenmill.workers.messages import ModelFacts
 
@@ -72,6 +70,11 @@ ENGINE_PANELS = {
     "Execution": EXECUTION,
     "Ranks": PARALLEL,
 }
+COMMON = (  # the flags of serve's --help
+    *("task", "host", "port", "api-key", "api-key-file", "served-model-name", "max-concurrency"),
+    *("workers", "prefill", "decode", "router", "tp", "device", "dtype", "random-weights"),
+    *("max-model-len", "kv-cache-memory", "max-num-seqs", "num-threads", "mtp"),
+)
 PRICE = replace(
     SETTINGS["price-per-gpu-hour"], help="Dollars per GPU and hour: receipts then have dollars."
 )
@@ -79,7 +82,7 @@ ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not ha
 FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
 TASK = SETTINGS["task"]
 # Flags that say nothing to a model of text alone.
-IMAGE_ONLY = (*(setting.key for setting in VISION), "encoder", "max-encoder-patches")
+IMAGE_ONLY = (*(setting.key for setting in VISION), "max-encoder-patches")
 # Of the worker alone: what engines of jobs have beside the settings of a language engine.
 JOB_SETTINGS = (TASK, *VIDEO_SETTINGS, *RANK_SETTINGS)
 JOB_TASKS = {  # whether a model is one, its server, its worker, and the flags that are its own
@@ -100,8 +103,9 @@ def register(app: typer.Typer) -> None:
         "Router": ROUTER,
         **ENGINE_PANELS,
     }
-    command(app, "serve", panels, positional="model")(serve)
-    command(app, "worker", {"Engine": (*WORKER_SETTINGS, *JOB_SETTINGS)}, hidden=True)(worker)
+    command(app, "serve", panels, positional="model", common=COMMON)(serve)
+    engine = {"Engine": (*WORKER_SETTINGS, *JOB_SETTINGS)}
+    command(app, "worker-process", engine, hidden=True)(worker_process)
 
 
 def serve(settings: Settings) -> None:
@@ -112,7 +116,6 @@ def serve(settings: Settings) -> None:
     tokenmill serve ./my-model --host 0.0.0.0 --api-key secret
     tokenmill serve --workers 3 --router kv
     tokenmill serve --prefill 1 --decode 2
-    tokenmill serve Qwen/Qwen3-VL-30B-A3B-Instruct --encoder 1
     tokenmill serve qwen3-vl-tiny    takes images; its weights are random
     tokenmill serve --workers 8 --fronts 4
     tokenmill serve demo/model --task rank --workers 2
@@ -132,6 +135,7 @@ def serve(settings: Settings) -> None:
     config = settings.build(ServerConfig, price_per_gpu_hour=settings.values.get(PRICE.key))
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
+    _check_joining(settings)
     task = task_of(settings, model)
     for name, (_, serve_task, _, own) in JOB_TASKS.items():
         if task == name:
@@ -139,15 +143,20 @@ def serve(settings: Settings) -> None:
             return
         if given := [key for key in own if key in settings]:
             raise SettingsError(f"--{given[0]} needs --task {name}")
-    pool, router = settings.build(PoolConfig), settings.build(RouterConfig)
-    if config.fronts > 1 and pool.encoder:
-        raise SettingsError("--encoder needs --fronts 1: encoders serve one front")
-    shared = _share(_roles(settings, pool), pool.num_workers)
-    roles = [_own(shared, key) for key in ("decode-set", "prefill-set")]
+    device, share = settings.get("device"), settings.get("share-gpus")
+    pool = settings.build(PoolConfig, device=device, share_gpus=share)
+    router = settings.build(RouterConfig)
+    _check_kv_events(settings, pool)
+    common = _roles(settings, pool)
+    roles = [_own(common, key) for key in ("decode-set", "prefill-set")]
     ranks, prefill_ranks = (role.build(ParallelConfig).num_ranks for role in roles)
     pool = replace(pool, ranks=ranks, prefill_ranks=prefill_ranks)
-    _check_gpu_shares(roles, pool)
+    if share:
+        _check_gpu_shares(roles, pool)
+    if pool.workers and pool.ray_address is None:  # else workers compute on other machines
+        check_device(device)
     path = fetch(model)
+    pool = _with_terms(pool, settings, path)
     if max(ranks, prefill_ranks) > 1:
         _check_ranks(path, roles)
     from tokenmill.api.front_server import serve_fronts
@@ -164,25 +173,33 @@ def serve(settings: Settings) -> None:
             f"is served at {url}/v1; {url}/docs describes it"
         )
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
+        if config.api_keys or config.api_key_file:
+            whose = "shared by all keys" if config.share_prefix_cache else "apart for each key"
+            logging.getLogger(__name__).info(f"cached prefixes are {whose} (--share-prefix-cache)")
 
     tokenizer = load_tokenizer(path, config.chat_template)
     vision = settings.build(VisionConfig)
     images = image_loader(path, vision)
     if images is None:
         _refuse_image_flags(roles)
-    part = _part(settings, pool)
-    commands = [[*worker_command(role, path), *part] for role in roles]
-    encoder = _encoder_command(shared, path, part) if part else None
+    commands = [worker_command(role, path) for role in roles]
     if config.fronts > 1:
         serve_fronts(
             *(commands[0], FRONT_COMMAND, tokenizer, config, name, on_listening, pool, router),
-            *(commands[1], vision, str(path), model),
+            *(commands[1], vision, str(path)),
         )
         return
     run_server(
         *(commands[0], tokenizer, config, name, on_listening, pool, router),
-        *(commands[1], images, encoder),
+        *(commands[1], images),
     )
+
+
+def _check_kv_events(settings: Settings, pool: PoolConfig) -> None:
+    if pool.kv_events_replay is not None and pool.kv_events is None:
+        raise SettingsError("--kv-events-replay needs --kv-events")
+    if pool.kv_events is not None and settings.get("attention-dp"):
+        raise SettingsError("--kv-events does not go with --attention-dp: give one of them")
 
 
 def task_of(settings: Settings, model: str) -> str:
@@ -193,27 +210,52 @@ def task_of(settings: Settings, model: str) -> str:
     return next((name for name, (fits, *_) in JOB_TASKS.items() if fits(model)), "generate")
 
 
+def _check_joining(settings: Settings) -> None:
+    """Refuse flags that do not go with workers that join, or need them."""
+    from tokenmill.workers.joining.protocol import link_host, read_token, split_address
+
+    listen = settings.get("join-listen")
+    if listen is None:
+        if settings.get("workers") == 0:
+            raise SettingsError("--workers 0 needs --join-listen: else no worker ever comes")
+        if "token-file" in settings:
+            raise SettingsError("--token-file needs --join-listen: it is for workers that join")
+        return
+    for key in ("prefill", "decode"):
+        if settings.get(key):
+            raise SettingsError(
+                f"--join-listen does not go with --{key}: workers that join do all of a request"
+            )
+    split_address(listen, "--join-listen")
+    read_token(settings.get("token-file"))
+    if settings.get("fronts") > 1:
+        link_host(listen)
+
+
+def _with_terms(pool: PoolConfig, settings: Settings, path: Path) -> PoolConfig:
+    """The pool with what workers that join are told: settings, and what tells their model."""
+    if pool.join_listen is None:
+        return pool
+    keys = {setting.key for setting in WORKER_SETTINGS}
+    model = settings.get("model")
+    model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
+    own = {key: value for key, value in settings.values.items() if key in keys} | {"model": model}
+    return replace(pool, join_settings=own, join_model=identity_of(settings, path))
+
+
+def identity_of(settings: Settings, path: Path) -> dict[str, str]:
+    """What tells a model from others that clients may take it for."""
+    from tokenmill.models.checkpoints.weights_digest import model_identity
+
+    config = settings.build(ModelConfig)
+    return model_identity(path, random_weights=config.random_weights, seed=config.seed)
+
+
 def _refuse_image_flags(roles: list[Settings]) -> None:
     """What was given for images, by any source, is an error where the model takes none."""
     for key in IMAGE_ONLY:
         if any(key in role for role in roles):
             raise SettingsError(f"--{key}: the model takes no images; leave the flag out")
-
-
-def _part(settings: Settings, pool: PoolConfig) -> list[str]:
-    """What workers are told where others encode images: their part, and how features come."""
-    if not pool.encoder:
-        return []
-    if settings.get("attention-dp"):
-        raise SettingsError("--encoder does not go with --attention-dp: give one of them")
-    return ["--part", "language", "--feature-connector", _connector(settings, pool)]
-
-
-def _encoder_command(settings: Settings, path: Path, part: list[str]) -> list[str]:
-    """The command line of an encoder: one rank, whatever the others have."""
-    left_out = {setting.key for setting in PARALLEL}
-    own = Settings({key: value for key, value in settings.values.items() if key not in left_out})
-    return [*worker_command(own, path), "--part", "encoder", *part[2:]]
 
 
 def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
@@ -228,38 +270,42 @@ def image_loader(path: Path, config: VisionConfig) -> ImageLoader | None:
     return ImageLoader(processor, config)
 
 
-def worker(
+def worker_process(
     settings: Settings,
     address: Annotated[str, typer.Option("--address", help="Socket of the API process.")],
-    part: Annotated[str, typer.Option("--part", help="all, language or encoder.")] = "all",
-    feature_connector: Annotated[
-        str, typer.Option("--feature-connector", help="How features of images move.")
-    ] = "none",
 ) -> None:
     """Run an engine for the API process that listens at an address."""
-    from tokenmill.workers.worker_process import run_worker, send_failure
+    from tokenmill.workers.socket_folder import end_with_listener
+    from tokenmill.workers.worker_process import send_failure
 
+    end_with_listener(address)
     set_log_level(settings.get("log-level"))
     if (task := settings.get("task")) in JOB_TASKS:
         JOB_TASKS[task][2](settings, address)
         return
-    warnings: list[str] = []
-    setup = _with_part(settings.setup(), part, feature_connector)
     try:
-        if part == "encoder":
-            encoder, facts = _build_encoder(setup)
-        else:
-            built = _build(setup, warnings.append)
+        run = build_worker(settings, settings.setup())
     except Exception as error:
         send_failure(address, error)
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":
             raise
         raise typer.Exit(1) from None
-    if part == "encoder":
-        return run_worker(encoder, address, facts, encoder)
-    built.engine.warm_up()
-    facts = _facts(built, settings.get("max-queue"), warnings)
-    run_worker(built.engine, address, facts, built.engine.kv, built.engine.features)
+    run(address)
+
+
+def build_worker(settings: Settings, setup: Setup) -> Callable[..., bool]:
+    """Build an engine; the result runs it as the worker of an address."""
+    from tokenmill.workers.worker_process import run_worker
+
+    warnings: list[str] = []
+    built = _build(setup, warnings.append)
+
+    def run(address: str, leave: Callable[[], None] | None = None) -> bool:
+        built.engine.warm_up()
+        facts = _facts(built, settings.get("max-queue"), warnings)
+        return run_worker(built.engine, address, facts, built.engine.kv, leave)
+
+    return run
 
 
 def _check_ranks(path: Path, roles: list[Settings]) -> None:
@@ -277,7 +323,8 @@ def worker_command(settings: Settings, path: Path) -> list[str]:
     """The command line of a worker with the same engine settings."""
     given = Settings(settings.values | {"model": str(path)})
     # -P: a folder named tokenmill in the working directory is not the package.
-    return [sys.executable, "-P", "-m", "tokenmill", "worker", *given.flags(WORKER_SETTINGS)]
+    command = [sys.executable, "-P", "-m", "tokenmill", "worker-process"]
+    return [*command, *given.flags(WORKER_SETTINGS)]
 
 
 def _roles(settings: Settings, pool: PoolConfig) -> Settings:
@@ -326,19 +373,6 @@ def _own(settings: Settings, key: str) -> Settings:
     return Settings(settings.values | own)
 
 
-def _share(settings: Settings, num_workers: int) -> Settings:
-    """The settings of one of several workers on a machine: its part of the cores and the memory."""
-    if num_workers == 1:
-        return settings
-    own: dict[str, Any] = {"num-threads": max(1, len(os.sched_getaffinity(0)) // num_workers)}
-    if "kv-cache-memory" not in settings:
-        if not _on_gpu(settings):
-            own["kv-cache-share"] = round(MEMORY_SHARE / num_workers, 4)
-        elif (together := math.ceil(num_workers * _gpu_part(settings))) > 1:
-            own["gpu-memory-utilization"] = round(GPU_MEMORY_SHARE / together, 4)
-    return Settings(own | settings.values)
-
-
 def _gpu_part(settings: Settings) -> float:
     """The part of this machine's GPUs that a worker runs on; its ranks may share them."""
     num_gpus = max(1, _num_gpus())
@@ -371,34 +405,6 @@ def set_log_level(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(message)s", stream=sys.stderr)
 
 
-def _with_part(setup: Setup, part: str, connector: str) -> Setup:
-    model = replace(setup.model, part=part)  # type: ignore[arg-type]
-    cache = replace(setup.cache, feature_connector=connector)  # type: ignore[arg-type]
-    return replace(setup, model=model, cache=cache)
-
-
-def _build_encoder(setup: Setup) -> tuple[EncoderEngine, ModelFacts]:
-    """An engine that encodes images alone, and what the front has to know of it."""
-    from tokenmill.engine.choices import resolve_setup
-    from tokenmill.engine.encoder import build_encoder
-    from tokenmill.workers.messages import ModelFacts
-
-    chosen = resolve_setup(setup)
-    with console.progress("Loading weights", size_in_bytes=True) as loaded:
-        engine = build_encoder(chosen, loaded)
-    address, model = engine.address, chosen.model
-    facts = ModelFacts(
-        max_model_len=chosen.scheduler.max_model_len,
-        vocab_size=0,
-        num_kv_blocks=address.num_blocks,
-        block_size=address.geometry.block_size,
-        dtype=model.dtype,
-        device=model.device,
-        kv=address,
-    )
-    return engine, facts
-
-
 def _build(setup: Setup, on_warning: Callable[[str], None]) -> BuiltEngine:
     from tokenmill.engine.build import build_engine
     from tokenmill.engine.choices import resolve_setup
@@ -426,4 +432,5 @@ def _facts(built: BuiltEngine, max_waiting: int, warnings: list[str]) -> ModelFa
         kv=built.engine.kv.address if built.engine.kv is not None else None,
         max_waiting=max_waiting,
         warnings=warnings,
+        gpus=built.gpus,
     )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 RANK_SETTINGS = (*RANK, *RANK_TABLES, *RANK_SERVER)
 RANK_ONLY = tuple(setting.key for setting in RANK_SETTINGS)
-_MODEL = ("model", "dtype", "device", "num-threads", "random-weights", "weights-seed")
+_DEVICE = ("device", "share-gpus")
+_MODEL = ("model", "dtype", *_DEVICE, "num-threads", "random-weights", "weights-seed")
 _TAKEN = {s.key for s in (*SERVER, *POOL)} - TEXT_SERVER_ONLY | {
     *_MODEL,
     *RANK_ONLY,
@@ -50,28 +51,26 @@ def serve_rank(settings: Settings, config: ServerConfig) -> None:
     for key in sorted(set(settings.values) - _TAKEN):
         raise SettingsError(f"--{key} has no effect with --task rank: leave it out")
     if "model" not in settings:
-        raise SettingsError("--task rank needs a model: tokenmill rank-train DIR writes one")
+        raise SettingsError("--task rank needs a model: examples/rank_train.py writes a small one")
     name = config.served_model_name or Path(settings.get("model")).expanduser().resolve().name
-    pool = settings.build(PoolConfig)
+    device, share = (settings.get(key) for key in _DEVICE)
+    pool = settings.build(PoolConfig, device=device, share_gpus=share)
 
     def on_listening(url: str, facts: dict[str, Any]) -> None:
         log = logging.getLogger(__name__)
         log.info(f"{name} ({describe(facts)}) is served at {url}/v1/rank; {url}/docs describes it")
         log.info(f"dashboard: {url}/dashboard")
 
-    make_service = partial(make_rank_service, config, name)
-    command, max_open = _worker_command(settings, pool), settings.get("max-queue")
+    make_service = partial(make_rank_service, name)
+    command, max_open = _worker_command(settings), settings.get("max-queue")
     serve_jobs(command, config, pool, make_service, on_listening, max_open=max_open)
 
 
-def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:
-    """The command line of a worker; several share the cores."""
-    path = str(Path(settings.get("model")).expanduser())
-    own: dict[str, Any] = {"model": path, "device": settings.get("device")}
-    if pool.workers > 1 and "num-threads" not in settings:
-        own["num-threads"] = max(1, len(os.sched_getaffinity(0)) // pool.workers)
+def _worker_command(settings: Settings) -> list[str]:
+    """The command line of a worker."""
+    own = {"model": str(Path(settings.get("model")).expanduser())}
     # -P: a folder named tokenmill in the working directory is not the package.
-    command = [sys.executable, "-P", "-m", "tokenmill", "worker", "--task=rank"]
+    command = [sys.executable, "-P", "-m", "tokenmill", "worker-process", "--task=rank"]
     return [*command, *Settings(settings.values | own).flags(WORKER_SETTINGS)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import typer
 from tokenmill import console
 from tokenmill.cli.video import DEFAULTS
 from tokenmill.core.config import ModelConfig, PoolConfig, ServerConfig
+from tokenmill.core.installation import install_command
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.video import VideoParams, VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
@@ -62,7 +63,7 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
     for key in sorted(set(settings.values) - _TAKEN):
         raise SettingsError(f"--{key} has no effect with --task video: leave it out")
     if not can_write_mp4():
-        raise TokenmillError("videos are mp4 files, which need PyAV; type: pip install av")
+        raise TokenmillError(f"videos are mp4 files, which need PyAV: {install_command('video')}")
     model = settings.values.get("model", DEFAULTS["model"])
     path = Path(model).expanduser()
     name = config.served_model_name or (path.resolve().name if path.exists() else model)
@@ -80,7 +81,7 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
 
     pool, videos = _pool(given), settings.build(VideoServerConfig, job=job)
     num_ranks = settings.build(VideoParallel).num_ranks
-    serve_videos(_worker_command(given, pool), config, videos, name, on_listening, pool, num_ranks)
+    serve_videos(_worker_command(given), config, videos, name, on_listening, pool, num_ranks)
 
 
 def _job(settings: Settings) -> VideoParams:
@@ -93,21 +94,20 @@ def _job(settings: Settings) -> VideoParams:
 
 def _pool(settings: Settings) -> PoolConfig:
     """The workers; those of several ranks start these themselves, on their machine."""
-    pool = settings.build(PoolConfig)
+    device, share = settings.get("device"), settings.get("share-gpus")
+    pool = settings.build(PoolConfig, device=device, share_gpus=share)
     if settings.build(VideoParallel).num_ranks == 1:
         return pool
     if pool.placement == "ray" or pool.ray_address is not None:
         raise SettingsError("--placement ray: a video worker has its ranks on one machine")
-    return replace(pool, placement="process")
+    return pool
 
 
-def _worker_command(settings: Settings, pool: PoolConfig) -> list[str]:
-    """The command line of a worker; several share the cores."""
-    share = max(1, len(os.sched_getaffinity(0)) // pool.workers)
-    own = {"num-threads": share} if pool.workers > 1 else {}
+def _worker_command(settings: Settings) -> list[str]:
+    """The command line of a worker."""
     # -P: a folder named tokenmill in the working directory is not the package.
-    command = [sys.executable, "-P", "-m", "tokenmill", "worker", "--task=video"]
-    return [*command, *Settings(own | settings.values).flags(WORKER_SETTINGS)]
+    command = [sys.executable, "-P", "-m", "tokenmill", "worker-process", "--task=video"]
+    return [*command, *settings.flags(WORKER_SETTINGS)]
 
 
 def run_video_worker(settings: Settings, address: str) -> None:

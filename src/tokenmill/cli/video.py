@@ -78,7 +78,7 @@ def video(
     assert request.video is not None
     report = {"file": str(target), **summary(made, request.video, pipeline)}
     if settings.get("json"):
-        console.print_json(report)
+        console.print_json(report, settings.get("json"))
     else:
         console.out.print(str(target), markup=False)
     console.note(sentence(report))

@@ -13,6 +13,7 @@ import typer
 
 from tokenmill import console
 from tokenmill.cli.chat.remote_chat import RemoteError
+from tokenmill.core.keys.run_folder import find_own_server
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 from tokenmill.settings.options import command
 
@@ -21,13 +22,14 @@ TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish
 SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
 OUTPUT = (SETTINGS["json"],)
 TIER_KEYS = re.compile(r'embedding_keys_total\{table="(?P<table>\w+)",tier="(?P<tier>\w+)"\}')
-COUNTS = ("workers", "prefill", "decode", "encoder")
+COUNTS = ("workers", "prefill", "decode")
 COLUMNS = (
     ("worker", "name"),
+    ("pid", "pid"),
     ("state", "state"),
     ("role", "role"),
-    ("running", "num_running"),
-    ("waiting", "num_waiting"),
+    ("run", "num_running"),
+    ("wait", "num_waiting"),
     ("tok/s in", "prompt_tokens_per_s"),
     ("tok/s out", "tokens_per_s"),
     ("routed", "routed"),
@@ -37,6 +39,7 @@ COLUMNS = (
 
 JOB_COLUMNS = (
     ("worker", "name"),
+    ("pid", "pid"),
     ("state", "state"),
     ("open", "num_open"),
     ("answered", "ended"),
@@ -72,7 +75,7 @@ def scale(settings: Settings) -> None:
     """
     counts = {key: settings.get(key) for key in COUNTS if key in settings}
     if not counts:
-        raise SettingsError("give a number of workers: --workers, --prefill, --decode or --encoder")
+        raise SettingsError("give a number of workers: --workers, --prefill or --decode")
     _show(call_server(settings, "/workers/scale", counts), settings)
 
 
@@ -92,8 +95,10 @@ def call_server(
 ) -> dict[str, Any]:
     """What a running server answers; RemoteError says why there is no answer."""
     url = (settings.get("url") or URL).rstrip("/").removesuffix("/v1") + path
-    headers = {"Content-Type": "application/json"}
-    if token := settings.get("control-token"):
+    headers, token = {"Content-Type": "application/json"}, settings.get("control-token")
+    if token is None and (found := find_own_server(url)) is not None:
+        url, token = found
+    if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -147,7 +152,7 @@ def _balance(rates: dict[str, Any]) -> str:
 
 def _show(view: dict[str, Any], settings: Settings) -> None:
     if settings.get("json"):
-        console.print_json(view)
+        console.print_json(view, settings.get("json"))
         return
     of_jobs = "task" in view
     columns = JOB_COLUMNS if of_jobs else COLUMNS
@@ -161,8 +166,8 @@ def _show(view: dict[str, Any], settings: Settings) -> None:
 def _front(front: dict[str, Any]) -> str:
     restarts = f", restarted {front['restarts']} times" if front["restarts"] else ""
     return (
-        f"front {front['name']} is {front['state']}: {front['url']}, process {front['pid']} on "
-        f"{front['host'] or 'this host'}, {front['num_open']} calls{restarts}"
+        f"front {front['name']} is {front['state']}: {front['url']}, process {front['pid']}, "
+        f"{front['num_open']} calls{restarts}"
     )
 
 
@@ -192,8 +197,10 @@ def _of_workers(view: dict[str, Any]) -> Iterator[str]:
         for warning in worker["warnings"]:
             yield f"{worker['name']} warns: {warning}"
         if worker["failures"]:
-            restarts = f"restarted {worker['restarts']} times"
-            yield f"{worker['name']} {restarts}; its last failure: {worker['last_failure']}"
+            again = f"was restarted {worker['restarts']} times"
+            if worker.get("role") == "backend":
+                again = f"was down and came back {worker['returns']} times"
+            yield f"{worker['name']} {again}; its last failure: {worker['last_failure']}"
 
 
 def job_notes_of(view: dict[str, Any]) -> Iterator[str]:

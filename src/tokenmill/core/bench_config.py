@@ -49,10 +49,6 @@ class BenchConfig:
         repeated=True,
     )
     seed: int = setting(0, "Seed of the cells' prompts.", count(0), flag="bench-seed")
-    peers: bool = setting(False, "Run the same cells in every peer that is installed.")
-    skip_peers: tuple[str, ...] = setting(
-        (), "Peer to leave out; repeat the flag for several.", flag="skip-peer", repeated=True
-    )
 
     @property
     def num_rounds(self) -> int:
@@ -140,6 +136,11 @@ class EndpointConfig:
     max_error_rate: float = setting(
         0.01,
         "Share of a point's requests that may fail; more: exit status 1, files are written.",
+        number(0, 1, "SHARE"),
+    )
+    fail_below_goodput: float | None = setting(
+        None,
+        "Least share of a point's requests within --goodput; less: exit status 1.",
         number(0, 1, "SHARE"),
     )
     stall_s: float = setting(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tokenmill.core.flags import (
     KEYS,
-    RELAXED,
     SECONDS,
     SIZE,
+    TCP,
+    TEXT,
+    URL_PATH,
     count,
     number,
     setting,
@@ -18,7 +20,10 @@ from tokenmill.core.flags import (
 from tokenmill.core.kv import LEASE_S, OFFLOADING
 
 GIB = 2**30
+MAX_MIGRATIONS = 2
 DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
+PROGRESS = "TOKENMILL_PROGRESS"  # tells a worker what to add to its progress, or to show none
+SILENT = "silent"
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
 NGRAM = "ngram"  # drafts that are looked up in the request's own tokens
 DEFAULT_BUDGET, DEFAULT_NUM_SEQS = 512, 256  # tokens and requests of a step, where nothing says
@@ -37,6 +42,9 @@ class ModelConfig:
         "Compute type of the weights; auto: bf16 on a GPU, int8 on a CPU (fp32 without AVX2).",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the engine runs.")
+    share_gpus: bool = setting(
+        False, "Let workers and ranks share GPUs, to try a layout; by default each has its own."
+    )
     random_weights: bool = setting(
         False, "Random weights: only config.json is read; tokens choose experts about evenly."
     )
@@ -48,7 +56,6 @@ class ModelConfig:
         "What drafts for --mtp: an MTP module, EAGLE or EAGLE-3 head (a safetensors file, folder "
         "or hub name), or ngram, which needs no model; the model's own module unless given.",
     )
-    part: Literal["all", "language", "encoder"] = "all"  # of a model that takes images
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,6 @@ class CacheConfig:
         OFFLOADING,
         flag="kv-offloading",
     )
-    feature_connector: Literal["none", "auto", "cuda-ipc", "nixl", "shm"] = "none"  # of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +195,6 @@ class ExecutionConfig:
     )
     mtp_adaptive: bool = setting(
         True, "Draft fewer tokens, or none, where they cost more than they give."
-    )
-    mtp_relaxed: str | None = setting(
-        None,
-        "Take a draft among the TOP likeliest tokens and at most DELTA in probability"
-        " behind the best, such as 10:0.6: more tokens per step, but outputs are not "
-        "exact.",
-        RELAXED,
     )
     record_path: str | None = setting(
         None,
@@ -325,17 +324,27 @@ class RouterConfig:
 class PoolConfig:
     """The workers behind the front, and what happens when one of them fails."""
 
-    workers: int = setting(1, "Workers that share the requests.", count(1, 4096))
+    workers: int = setting(
+        1,
+        "Workers that share the requests; 0 waits for those that join (--join-listen).",
+        count(0, 4096),
+    )
     prefill: int = setting(
         0,
         "Workers that only compute long prompts and pass the KV on; needs --decode.",
         count(1, 4096),
     )
     decode: int = setting(0, "Workers that generate the answers; needs --prefill.", count(1, 4096))
-    encoder: int = setting(
-        0,
-        "Workers that only encode images; the others then do without the vision encoder.",
-        count(1, 4096),
+    kv_events: str | None = setting(
+        None,
+        "Publish over ZeroMQ, bound at this address, which KV blocks the workers cache, as vLLM "
+        "does; for routers. Events contain the tokens of prompts and are not encrypted.",
+        TCP,
+    )
+    kv_events_replay: str | None = setting(
+        None,
+        "Address of the socket that sends earlier events again; needs --kv-events.",
+        TCP,
     )
     remote_prefill_tokens: int = setting(
         128,
@@ -348,18 +357,37 @@ class PoolConfig:
         number(0.1, 3600, "SECONDS"),
         flag="kv-lease",
     )
+    join_listen: str | None = setting(
+        None,
+        "HOST:PORT to listen at for workers of other machines, which `tokenmill worker` starts.",
+    )
+    token_file: str | None = setting(
+        None,
+        "File with the token that a server and the workers that join it share; of mode 0600.",
+    )
+    join_settings: dict[str, Any] = field(default_factory=dict)  # of workers that join, by flag
+    join_model: dict[str, str] = field(default_factory=dict)  # what tells their model from others
     ranks: int = 1  # processes of each worker, where others than the worker start them
     prefill_ranks: int = 1  # the same of those that compute prompts for others
-    placement: Literal["auto", "process", "ray"] = setting(
-        "auto",
-        "Who starts workers and ranks; auto: Ray where there are several and it is installed.",
+    device: Literal["auto", "cpu", "cuda"] = "cpu"  # of the workers, as asked
+    share_gpus: bool = False
+    placement: Literal["process", "ray"] = setting(
+        "process", "Who starts workers and ranks: this server, on its own machine, or Ray."
     )
     ray_address: str | None = setting(
         None,
-        "Ray cluster to place workers on, such as 10.0.0.1:6379; by default Ray starts here.",
+        "Ray cluster to place workers on, such as 10.0.0.1:6379; with it Ray starts them.",
+    )
+    spread_ranks: bool = setting(
+        False, "With Ray: spread a worker's ranks over nodes, though one node could hold them."
+    )
+    wait_s: float = setting(
+        600.0,
+        "How long to wait for free GPUs of Ray, for workers to join, or for a server to join.",
+        number(0.0, math.inf, "SECONDS"),
     )
     max_migrations: int = setting(
-        2,
+        MAX_MIGRATIONS,
         "Workers in a row that may die while they run a request; then it runs alone, then fails.",
         count(0),
     )
@@ -389,12 +417,12 @@ class PoolConfig:
 
     @property
     def num_workers(self) -> int:
-        return (self.prefill + self.decode or self.workers) + self.encoder
+        return self.prefill + self.decode or self.workers
 
     @property
     def num_processes(self) -> int:
         decoding = (self.decode or self.workers) * self.ranks
-        return self.prefill * self.prefill_ranks + decoding + self.encoder
+        return self.prefill * self.prefill_ranks + decoding
 
 
 PATIENCE = number(0.1, math.inf, "SECONDS")
@@ -415,8 +443,25 @@ class ServerConfig:
         repeated=True,
         listed=True,
     )
+    api_key_file: str | None = setting(
+        None,
+        "File with lines of `name = key`: more keys, each with the name that metrics show.",
+    )
+    tls_cert: str | None = setting(
+        None, "PEM file of a certificate and those that it follows from: clients then call https."
+    )
+    tls_key: str | None = setting(
+        None, "PEM file of the certificate's private key; by default in the file of --tls-cert."
+    )
     served_model_name: str | None = setting(None, "Name that clients ask for.")
     max_body_bytes: int = setting(16 * 2**20, "Largest request body.", SIZE, flag="max-body-size")
+    max_body_memory_bytes: int = setting(
+        512 * 2**20,
+        "Memory for long bodies and images of all calls, at least that of four bodies for each "
+        "front; one API key may hold as much as it leaves free.",
+        SIZE,
+        flag="max-body-memory",
+    )
     stream_interval: int = setting(
         1,
         "Tokens between two events of a stream, after its first one; more cost the server less.",
@@ -433,8 +478,10 @@ class ServerConfig:
     )
     control_token: str | None = setting(
         None,
-        "Token for /workers from other hosts; without it only this machine may call it.",
+        "Secret for calls that change the server, or that show what all keys do; without it one is "
+        "made, which the commands of the same user find.",
     )
+    open_metrics: bool = setting(False, "Let everybody read /metrics, also where keys are set.")
     request_timeout_s: float | None = setting(
         None, "Deadline of every request.", SECONDS, flag="request-timeout"
     )
@@ -476,6 +523,13 @@ class ServerConfig:
         "Most connections; beyond it idle ones are closed, and then new ones get a 503.",
         count(1),
     )
+    share_prefix_cache: bool = setting(
+        False, "Let all API keys share cached prefixes: times and usage then tell of other keys."
+    )
+    client_priority: bool = setting(False, "Take the priority that clients give their requests.")
+    client_chat_templates: bool = setting(
+        False, "Render chats with the templates that clients send; a slow one holds up the server."
+    )
     cors_origins: tuple[str, ...] = setting(
         (),
         "Origin of web pages that may call the API, such as https://chat.example; * for all.",
@@ -484,9 +538,11 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Name under which /workers may be called without a token, beside localhost.",
-        flag="allowed-host",
+        "Name by which clients may call a server without API keys, beside localhost and "
+        "addresses; * for any. Repeat the flag, or separate by commas, for several.",
+        TEXT,
         repeated=True,
+        listed=True,
     )
     price_per_gpu_hour: float | None = None  # of receipts
     log_requests: bool = setting(
@@ -504,6 +560,9 @@ class ServerConfig:
     chat_template: str | None = setting(None, "Jinja file that replaces the model's template.")
     template_date: str | None = setting(
         None, "Date (YYYY-MM-DD) that chat templates write instead of today's."
+    )
+    max_thinking_tokens: int | None = setting(
+        None, "Most tokens of reasoning of any answer; then the answer itself follows.", count(0)
     )
     default_max_tokens: int | None = setting(None, "max_tokens where a request has none.", count(1))
     max_stored_responses: int = setting(
@@ -529,12 +588,22 @@ class RouteConfig:
 
     backends: tuple[str, ...] = setting(
         (),
-        "Base URL of an OpenAI-compatible server, such as http://10.0.0.1:8000; repeatable.",
+        "Base URL of an OpenAI-compatible server, such as http://10.0.0.1:8000; repeatable. Behind "
+        "it may stand ,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT]: where it publishes its KV "
+        "cache events.",
         flag="backend",
         repeated=True,
     )
     backend_key: str | None = setting(
         None, "API key for the backends; without it, they get the Authorization of the client."
+    )
+    forward: tuple[str, ...] = setting(
+        (),
+        "Path that is passed on beside the usual routes, by any method; one that ends in / has all "
+        "below it. Repeat the flag, or separate by commas, for several.",
+        URL_PATH,
+        repeated=True,
+        listed=True,
     )
     health_interval_s: float = setting(
         5.0,
@@ -548,3 +617,4 @@ class RouteConfig:
         number(0.01, 3600, "SECONDS"),
         flag="connect-timeout",
     )
+    max_migrations: int = MAX_MIGRATIONS  # backends that may fail a call before it is sent alone

@@ -15,6 +15,8 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_URL_PATH = re.compile(r"(/[\w.~-]+)+/?", re.ASCII)
+_TCP = re.compile(r"tcp://(\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d+", re.ASCII)
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)?\s*")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
     "0": False,
@@ -36,6 +38,12 @@ class Kind:
 
 def _read_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _read_tcp(value: Any) -> str:
+    if not isinstance(value, str) or not _TCP.fullmatch(value) or int(value.split(":")[-1]) > 65535:
         raise ValueError(value)
     return value
 
@@ -138,13 +146,6 @@ def numbers(read: Callable[[Any], Any], low: float, metavar: str) -> Kind:
     return Kind(read_all, f"numbers of at least {low:g}, separated by commas", metavar)
 
 
-def _read_relaxed(value: Any) -> str:
-    top, _, delta = str(value).partition(":")
-    if int(top) < 1 or not 0.0 <= float(delta) <= 1.0:
-        raise ValueError(value)
-    return str(value)
-
-
 def _read_image_size(value: Any) -> tuple[int, int]:
     width, height = (int(part) for part in str(value).lower().split("x"))
     if not min(width, height) >= 1 or max(width, height) > 16_384:
@@ -159,11 +160,18 @@ def _read_polynomial(value: Any) -> tuple[float, ...]:
     return tuple(read_float(part) for part in parts)
 
 
+def _read_url_path(value: Any) -> str:
+    if not isinstance(value, str) or not _URL_PATH.fullmatch(value) or "/." in value:
+        raise ValueError(value)
+    return value
+
+
+TCP = Kind(_read_tcp, "tcp://HOST:PORT, or tcp://*:PORT for all interfaces", "tcp://HOST:PORT")
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
+URL_PATH = Kind(_read_url_path, "a path such as /pooling or /v1/audio/", "PATH,...")
 KEYS = Kind(_read_text, "keys separated by commas, none of them empty", "KEY,...")
 POLYNOMIAL = Kind(_read_polynomial, "three numbers A,B,C for A x^2 + B x + C", "A,B,C")
 IMAGE_SIZE = Kind(_read_image_size, "WIDTHxHEIGHT in pixels, such as 1024x1024", "WxH")
-RELAXED = Kind(_read_relaxed, "TOP:DELTA, a whole number and a probability", "TOP:DELTA")
 SWITCH = Kind(_read_switch, "true or false", "")
 SIZE = Kind(parse_size, "a size such as 2GiB or 512MB", "SIZE")
 DURATION_MS = Kind(_read_duration, "a time such as 100ms or 1.5s", "TIME")

@@ -6,6 +6,8 @@ import os
 from itertools import takewhile
 from pathlib import Path
 
+from tokenmill.core.types import TokenmillError
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -17,6 +19,15 @@ def visible_gpus() -> list[str]:
         return [str(index) for index in range(count)]
     names = [name.strip() for name in named.split(",")]
     return list(takewhile(lambda name: name and name != "-1", names))[:count]
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that was asked for and is not there, before anything is downloaded for it."""
+    if device == "cuda" and not visible_gpus():
+        raise TokenmillError(
+            f"--device cuda: this machine shows no NVIDIA GPU (/dev/nvidia*, {VISIBLE}); "
+            "leave the flag out to compute on the CPU"
+        )
 
 
 def seen_first(own: list[str], gpus: list[str]) -> str:

@@ -9,16 +9,7 @@ from hashlib import blake2b
 from struct import unpack
 
 Grid = tuple[int, int, int]  # patches in time, height and width
-FEATURES_LOST = "image_features"  # stop_reason of a request whose features did not come
-_IS_CONTENT = 1 << 62  # no token id has this bit
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureBlocks:
-    """Where another engine holds the features of an image."""
-
-    engine_id: str
-    block_ids: tuple[int, ...]
+CONTENT_ID = 1 << 62  # no token id has this bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +24,6 @@ class ImageInput:
     grid: Grid
     content_hash: bytes  # of the two above, 32 bytes
     levels: bytes = b""  # float32 [channels, 256]: what each byte is after the normalisation
-    features: FeatureBlocks | None = None  # of an image that is encoded elsewhere, without data
 
     @classmethod
     def of(cls, data: bytes, grid: Grid) -> ImageInput:
@@ -100,6 +90,6 @@ def content_ids(token_ids: list[int], images: Sequence[ImageSpan], first: int = 
         begin, end = max(span.offset, first), min(span.end, last)
         if begin < end:
             words = unpack("<4Q", span.image.content_hash)
-            words = tuple(word & (_IS_CONTENT - 1) | _IS_CONTENT for word in words)
+            words = tuple(word & (CONTENT_ID - 1) | CONTENT_ID for word in words)
             ids[begin - first : end - first] = [words[i % 4] for i in range(begin, end)]
     return ids

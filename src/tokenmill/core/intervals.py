@@ -33,6 +33,7 @@ MOST_CORRELATION = 0.995
 CAUTION = 0.7  # standard errors that are added to a measured correlation
 EXCESS = 1.5  # batches are only believed where they vary by so much more: ten vary by chance
 FADED = 1e-4  # correlations below it are not summed
+WIDEST = 20.0  # half an interval of a logarithm, which says nothing: values differ by no factor 5e8
 
 _NORMAL = NormalDist()
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
@@ -101,7 +102,7 @@ def _of_mean(array: np.ndarray, num_batches: int) -> Interval | None:
     )
     if half == 0:
         return Interval(mean, mean, degrees)
-    if mean <= 0:
+    if mean <= 0 or half / mean > WIDEST:
         return None
     return Interval(mean * math.exp(-half / mean), mean * math.exp(half / mean), degrees)
 
@@ -252,4 +253,5 @@ def ratio_interval(
         return ratio, ratio
     shares = sum(e.log_variance**2 / e.degrees for e in (over, under))
     half = t_quantile((1 + confidence) / 2, variance**2 / shares) * math.sqrt(variance)
+    half = min(half, WIDEST)
     return ratio * math.exp(-half), ratio * math.exp(half)

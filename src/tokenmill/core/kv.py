@@ -12,15 +12,15 @@ LEASE_S = 30.0  # how long computed blocks are held for another engine, unless t
 DEVICE, HOST, DISK = "device", "host", "disk"  # where blocks lie: `--kv-offloading`
 SHM, CUDA_IPC, NIXL = "shm", "cuda-ipc", "nixl"
 ONE_HOST = (SHM, CUDA_IPC)  # connectors that map memory; NIXL reaches all hosts
-FEATURES = "features [layer, token, channel]"  # layout of blocks with encoded images
 PREFILLED = "prefilled"  # stop_reason of a prefill whose blocks wait for the engine that decodes
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The shape of an engine's KV blocks; two engines exchange them only if all of it is equal."""
+    """What an engine's KV blocks hold; two engines exchange them only if all of it is equal."""
 
     model: str  # digest of the architecture
+    weights: str  # digest of the weights
     dtype: str
     layout: str
     num_layers: int
@@ -32,6 +32,7 @@ class KVGeometry:
 
 _NAMES = {
     "model": "model architecture",
+    "weights": "weights",
     "dtype": "KV dtype",
     "layout": "KV layout",
     "num_layers": "number of layers",
@@ -81,7 +82,6 @@ class KVNotice:
     engine_id: str = ""  # of the rank that holds them, where ranks have blocks of their own
     # With the token: blocks of sliding layers that it sees, one of each group in turn.
     window_ids: list[int] = field(default_factory=list)
-    spent_s: float = 0.0  # of an encoder: what an image took
 
 
 @dataclass(slots=True)

@@ -17,6 +17,9 @@ class Stored:
     parent: Hash | None  # of the first; the salt's seed at a root, None where it is not known
     hashes: list[Hash]
     tier: str = DEVICE
+    # Where a journal records tokens: those of the blocks, and the salt where they begin a prompt.
+    token_ids: list[int] = field(default_factory=list)
+    salt: str | None = None
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Cleared:
 Event = Stored | Removed | Cleared
 
 
-PackedEvent = tuple[str, list[Hash], Hash | None]  # on every wire: kind and tier, hashes, parent
+# On every wire between our processes: kind and tier, hashes, parent, tokens, salt.
+PackedEvent = tuple[str, list[Hash], Hash | None, list[int], str | None]
 
 
 def pack_events(events: Iterable[Event]) -> list[PackedEvent]:
@@ -45,12 +49,12 @@ def pack_events(events: Iterable[Event]) -> list[PackedEvent]:
 
 def _pack(event: Event) -> PackedEvent:
     match event:
-        case Stored(parent=parent, hashes=hashes, tier=tier):
-            return _kind("stored", tier), hashes, parent
+        case Stored(hashes=hashes, tier=tier):
+            return _kind("stored", tier), hashes, event.parent, event.token_ids, event.salt
         case Removed(hashes=hashes, tier=tier):
-            return _kind("removed", tier), hashes, None
+            return _kind("removed", tier), hashes, None, [], None
         case Cleared():
-            return "cleared", [], None
+            return "cleared", [], None, [], None
 
 
 def _kind(kind: str, tier: str) -> str:
@@ -62,10 +66,12 @@ def unpack_events(packed: Iterable[PackedEvent]) -> list[Event]:
     return [_unpack(*event) for event in packed]
 
 
-def _unpack(kind: str, hashes: list[Hash], parent: Hash | None) -> Event:
+def _unpack(
+    kind: str, hashes: list[Hash], parent: Hash | None, token_ids: list[int], salt: str | None
+) -> Event:
     kind, _, tier = kind.partition(" ")
     if kind == "stored":
-        return Stored(parent, hashes, tier or DEVICE)
+        return Stored(parent, hashes, tier or DEVICE, token_ids, salt)
     return Removed(hashes, tier or DEVICE) if kind == "removed" else Cleared()
 
 
@@ -93,14 +99,25 @@ class EventJournal:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
+        self.with_tokens = False  # for those who know blocks by their tokens
 
-    def stored(self, parent: Hash | None, block_hash: Hash, tier: str = DEVICE) -> None:
+    def stored(
+        self,
+        parent: Hash | None,
+        block_hash: Hash,
+        tier: str = DEVICE,
+        tokens: Iterable[int] = (),
+        salt: str | None = None,
+    ) -> None:
         last = self._events[-1] if self._events else None
         follows = isinstance(last, Stored) and (tier != DEVICE or last.hashes[-1] == parent)
         if isinstance(last, Stored) and follows and last.tier == tier:
             last.hashes.append(block_hash)
         else:
-            self._events.append(Stored(parent, [block_hash], tier))
+            last = Stored(parent, [block_hash], tier, salt=salt if self.with_tokens else None)
+            self._events.append(last)
+        if self.with_tokens:
+            last.token_ids.extend(tokens)
 
     def removed(self, block_hash: Hash, tier: str = DEVICE) -> None:
         last = self._events[-1] if self._events else None
@@ -124,6 +141,10 @@ class EventPublisher:
     def __init__(self, journal: EventJournal) -> None:
         self._journal = journal
         self._sequence = 0
+
+    def record_tokens(self) -> None:
+        """Tell the tokens of blocks, too, from now on."""
+        self._journal.with_tokens = True
 
     def take(self) -> EventBatch | None:
         """What happened since the last call, None for nothing."""

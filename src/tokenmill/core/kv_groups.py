@@ -28,8 +28,12 @@ class Sliding(NamedTuple):
         return max(0, position - self.window + 1) // block_size
 
     def most_blocks(self, num_new: int, block_size: int) -> int:
-        """The most blocks that a sequence sees in a step of so many new tokens."""
-        return (self.window + num_new + block_size - 3) // block_size + 1
+        """The most blocks that a sequence holds in a step of so many new tokens.
+
+        From the first on that the first token of its last block sees.
+        """
+        before = (1 - self.window) % block_size
+        return (before + self.window + num_new + block_size - 3) // block_size + 1
 
     def num_blocks(self, num_pages: int, num_new: int, block_size: int) -> int:
         """Blocks of one sequence that fit in so many pages, in steps of so many new tokens."""

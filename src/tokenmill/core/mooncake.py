@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenmill.core.installation import with_recipes
 from tokenmill.core.types import TokenmillError
 
 TRACE_BLOCK_TOKENS = 512  # that one hash id of Mooncake's published traces stands for
@@ -47,7 +48,7 @@ def read_trace(
     With `ordered` a line that arrives before the one above it is an error.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = with_recipes(Path(path).expanduser()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise TraceError(f"--trace {path}: cannot read: {reason}") from None

@@ -14,6 +14,9 @@ from tokenmill.core.images import ImageSpan
 from tokenmill.core.video import Video, VideoParams
 
 MAX_TOP_LOGPROBS = 20
+MAX_PATTERN_SIZE = 1024  # tokens of a repetition; what is kept and compared for each token
+# Stop strings of a call: how many, the bytes of each, and of all together.
+MAX_STOPS, MAX_STOP_BYTES, MAX_STOPS_BYTES = 64, 1024, 4096
 
 
 class FinishReason(StrEnum):
@@ -58,6 +61,10 @@ class RanksLostError(TokenmillError):
     """A process that runs a part of the model is gone or failed; the engine cannot go on."""
 
 
+class OutOfMemory(Exception):
+    """A step needs more device memory than there is; nothing of it was computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class FreeText:
     """Text before a constraint, such as reasoning, that is bound by nothing.
@@ -74,6 +81,58 @@ class FreeText:
 
 
 @dataclass(frozen=True, slots=True)
+class Channels:
+    """The tokens of GPT-OSS's channels, by which its reasoning is found in a sequence."""
+
+    start: int
+    channel: int
+    message: int
+    constrain: int
+    ends: tuple[int, ...]  # of a message
+    role: tuple[int, ...]
+    analysis: tuple[int, ...]
+    final: tuple[int, ...]
+    bound: bool  # a constraint binds the channel `final`: all others are reasoning
+    calls: bool  # a message with a recipient is a call, whatever its channel
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """How the reasoning of an answer begins and ends: by tags as tokens or texts, or by channels.
+
+    Once a budget is spent, `forced` comes: the first sequence, and if it goes on reasoning later,
+    the last.
+    """
+
+    forced: tuple[tuple[int, ...], ...]
+    opened: int | None = None  # its tokens in a prompt that has opened it; None: it has not
+    tag_ids: tuple[int, int] | None = None
+    tag_texts: tuple[str, str] | None = None
+    channels: Channels | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """vLLM's: an answer ends once its last tokens are `min_count` times the same pattern."""
+
+    max_pattern_size: int = 0  # in tokens; 0: off
+    min_pattern_size: int = 0  # 0 is 1
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_pattern_size": (0, MAX_PATTERN_SIZE),
+            "min_pattern_size": (0, self.max_pattern_size),
+            "min_count": (2 if self.max_pattern_size else 0, math.inf),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                path = f"repetition_detection.{name}"
+                raise InvalidRequestError(f"{path} must be {Bounds(low, high)}, got {value}", path)
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """A token sequence, and the JSON schema of what comes after it."""
 
@@ -82,15 +141,33 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Which tokens an answer may have, whatever its text means."""
+
+    allowed: tuple[int, ...] | None = None  # None: all
+    banned: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that it must not have
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """A constraint on the generated text, enforced token by token."""
 
     kind: Literal[
-        "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "branches"
+        "any",
+        "json_object",
+        "json_schema",
+        "regex",
+        "choice",
+        "grammar",
+        "structural_tag",
+        "branches",
     ]
     value: str = ""  # JSON text for json_schema, choice (a list of strings) and structural_tag
     branches: tuple[Branch, ...] = ()  # of kind "branches": the output is one of them
     after: FreeText | None = None  # what comes before the constraint holds
+    # Keywords of JSON schemas that were left out, as pointers: clients are told.
+    unenforced: tuple[str, ...] = ()
+    rules: TokenRules | None = None  # hold in what comes before, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +248,20 @@ class SamplingParams:
     logprobs: int | None = sampling(None, "", 0, MAX_TOP_LOGPROBS, direct=False)
     prompt_logprobs: int | None = sampling(None, "", 0, MAX_TOP_LOGPROBS, direct=False)
     structured: StructuredOutput | None = sampling(None, "", direct=False)
+    thinking_token_budget: int | None = sampling(
+        None, "Most tokens of reasoning; then the answer follows.", 0
+    )
+    reasoning: ReasoningMarks | None = sampling(None, "", direct=False)
+    repetition_detection: RepetitionDetection | None = sampling(None, "")
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):  # vLLM users pass a list or one string
             value = getattr(self, name)
             value = (value,) if isinstance(value, str) else tuple(value or ())
             object.__setattr__(self, name, value)
+        if isinstance(self.repetition_detection, dict):
+            found = RepetitionDetection(**self.repetition_detection)
+            object.__setattr__(self, "repetition_detection", found)
         _check_sampling(self)
 
     @property
@@ -186,6 +271,10 @@ class SamplingParams:
 
 def _check_sampling(p: SamplingParams) -> None:
     """Raise InvalidRequestError naming the first field that is out of range."""
+    budget = p.thinking_token_budget
+    if budget is not None and type(budget) is not int:
+        name = "thinking_token_budget"
+        raise InvalidRequestError(f"{name} must be a whole number, got {budget!r}", name)
     for name, bounds in _BOUNDS:
         value = getattr(p, name)
         if value is not None and value not in bounds:
@@ -194,14 +283,31 @@ def _check_sampling(p: SamplingParams) -> None:
         raise InvalidRequestError(
             f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
         )
-    if any(not s for s in p.stop):
-        raise InvalidRequestError("stop strings must not be empty", "stop")
+    if p.stop:
+        _check_stops(p.stop)
     for token, bias in (p.logit_bias or {}).items():
         if token < 0 or not -100.0 <= bias <= 100.0:
             raise InvalidRequestError(
                 f"logit_bias[{token}] must be a token id with a bias in [-100, 100], got {bias}",
                 "logit_bias",
             )
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequestError(f"stop has {len(stops)} strings, at most {MAX_STOPS} fit", "stop")
+    sizes = [len(text.encode(errors="replace")) for text in stops]
+    for index, size in enumerate(sizes):
+        if not size:
+            raise InvalidRequestError(f"stop[{index}] must not be empty", "stop")
+        if size > MAX_STOP_BYTES:
+            raise InvalidRequestError(
+                f"stop[{index}] has {size} bytes, at most {MAX_STOP_BYTES} fit", "stop"
+            )
+    if sum(sizes) > MAX_STOPS_BYTES:
+        raise InvalidRequestError(
+            f"stop has {sum(sizes)} bytes in all, at most {MAX_STOPS_BYTES} fit", "stop"
+        )
 
 
 _BOUNDS: list[tuple[str, Bounds]] = [
@@ -221,6 +327,7 @@ class Request:
     priority: int = 0  # lower runs first, as in vLLM
     arrival_ns: int = 0  # time.monotonic_ns() at the front door
     deadline_ns: int | None = None  # monotonic; past it the request ends in ABORT
+    account: str = ""  # who pays, and shares what is shared by account
     cache_salt: str = ""  # requests with different salts never share cached blocks
     output_token_ids: list[int] = field(default_factory=list)  # generated elsewhere; goes on there
     hold_kv_s: float | None = None  # compute the prompt and one token, then hold the KV so long
@@ -291,7 +398,7 @@ class StepResult:
     logprobs: list[list[TokenLogprobs] | None] | None = None  # None when no item asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by item index
     draft_ids: list[list[int]] | None = None  # guesses of what comes next, to be verified
-    num_relaxed: int = 0  # drafts in token_ids that were taken though others were drawn
+    errors: dict[int, str] = field(default_factory=dict)  # why items cannot go on, by index
 
 
 @dataclass(slots=True)
@@ -315,6 +422,7 @@ class EngineStats:
     num_kv_blocks_received: int = 0
     kv_read_s: float = 0.0  # time in which they were copied
     num_kv_blocks_slid: int = 0  # of sliding layers, freed behind their window
+    num_branch_points: int = 0  # inside cached prefixes, where sliding layers' windows are kept
     num_rebalances: int = 0  # times that experts were moved between ranks
     num_expert_bytes_moved: int = 0
     rebalance_s: float = 0.0  # time spent on that, steps waiting
@@ -322,10 +430,10 @@ class EngineStats:
     rank_imbalance_before: float = 0.0  # the same in the window that led to the last move
     num_drafted: list[int] = field(default_factory=list)  # verified drafts by their position
     num_accepted: list[int] = field(default_factory=list)  # of these, those that were right
-    num_relaxed: int = 0  # of these, those that were taken though others were drawn
+    num_budgets_spent: int = 0  # of reasoning, by requests
+    num_loops_ended: int = 0  # requests that a repetition ended
     step_sums: list[float] = field(default_factory=list)  # of routing/step_rates.py
     num_images_encoded: int = 0
-    num_images_received: int = 0  # that another engine has encoded
     num_image_hits: int = 0  # images whose features were here when a request needed them
     num_patches_encoded: int = 0
     num_gpus: int = 0  # or, on CPU, processes that compute
@@ -359,10 +467,14 @@ def add_stats(a: EngineStats, b: EngineStats) -> EngineStats:
 
 
 def no_room(num_prompt_tokens: int, max_model_len: int) -> str:
-    """The sentence about a prompt that fills the context or more."""
+    """The sentence about a prompt that fills the context or more.
+
+    Clients cut or summarise a conversation by these words, which are OpenAI's and Anthropic's.
+    """
+    is_full = num_prompt_tokens == max_model_len  # without a token for the answer
     return (
-        f"this model's context is {max_model_len} tokens; the prompt has {num_prompt_tokens} "
-        "and leaves no room for an answer"
+        f"This model's maximum context length is {max_model_len} tokens; the prompt is too long: "
+        f"{num_prompt_tokens} tokens > {max_model_len - is_full} maximum"
     )
 
 

@@ -50,6 +50,6 @@ class VisionConfig:
     cache_bytes: int = setting(
         256 * 2**20, "Memory for images that are ready.", SIZE, flag="image-cache-size"
     )
-    threads: int = setting(
-        4, "Threads that decode and resize images.", count(1, 256), flag="image-threads"
+    processes: int = setting(
+        4, "Processes that decode and resize images.", count(1, 256), flag="image-processes"
     )

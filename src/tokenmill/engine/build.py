@@ -27,7 +27,6 @@ from tokenmill.core.kv_groups import KVGroups, plan_groups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import GrammarVocab, ModelLoadError
-from tokenmill.engine.calibrate import NARROW, quantize
 from tokenmill.engine.choices import (
     KV_BYTES,
     available_bytes,
@@ -43,7 +42,6 @@ from tokenmill.engine.drafts.drafting import (
 )
 from tokenmill.engine.drafts.eagle3 import Eagle3Files, Eagle3Head, is_eagle3, open_eagle3
 from tokenmill.engine.drafts.proposer import Drafter
-from tokenmill.engine.drafts.relaxed import Relaxed
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
 from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
@@ -58,13 +56,12 @@ from tokenmill.engine.ranks.rank_models import OwnModel, SharedDrafter, SharedMo
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import GroupLink
 from tokenmill.engine.runner import ModelRunner
-from tokenmill.engine.sampling.grammar import GrammarBackend
+from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.warm_up import FEW, warm_up_steps
-from tokenmill.kernels import prepare_triton, triton_kernels
+from tokenmill.kernels import prepare_triton
 from tokenmill.kv.connectors import KVLink
-from tokenmill.kv.features import FeatureReader
 from tokenmill.kv.tiers.page_copies import staged_bytes
-from tokenmill.layers.linear import ComputeType, activation_dtype
+from tokenmill.layers.linear import ComputeType
 from tokenmill.models import family_of
 from tokenmill.models.checkpoints.shards import local_spec, plan_layout, wanted
 from tokenmill.models.checkpoints.store import resolve_draft, shipped_mtp
@@ -76,6 +73,7 @@ from tokenmill.models.checkpoints.weights import (
     read_all,
     read_spec,
 )
+from tokenmill.models.checkpoints.weights_digest import weights_digest
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.mtp import MTPModule
 from tokenmill.models.names import mtp_spec
@@ -91,6 +89,7 @@ OnPhase = Callable[[str], None]  # is called with the name of each phase of the 
 DraftFiles = Mapping[str, ReadableTensor] | Eagle3Files
 _log = logging.getLogger(__name__)
 _MOST_PATCHES = 2**16  # of an image: 4,096 x 4,096 pixels, the most that Qwen3-VL's processor makes
+_NARROW = 2048  # hidden sizes below it: few channels carry most of a product, and its error
 _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 
 
@@ -122,6 +121,15 @@ class BuiltEngine:
         layers = self.num_blocks * self.groups.page_layers
         return layers * self.block_size // len(self.groups.places)
 
+    @property
+    def gpus(self) -> list[str]:
+        """What names the GPUs that the ranks of this machine compute on, on whatever machine."""
+        if self.device != "cuda":
+            return []
+        ranks = 1 if self.group is None else self.group.ranks.size
+        places = range(min(ranks, torch.cuda.device_count()))
+        return [str(torch.cuda.get_device_properties(place).uuid) for place in places]
+
     def close(self) -> None:
         """Write out KV that is on its way to disk, and end the other ranks.
 
@@ -147,7 +155,7 @@ class Part:
     kv_tokens: int  # of one request that the KV cache holds
     max_model_len: int  # what is asked for, or what the KV cache holds if that is less
     link: KVLink | GroupLink | None
-    narrow: bool  # its products are to be rounded to fp8 after calibration
+    weights: str  # their digest, where KV moves or is kept
 
 
 def build_engine(
@@ -174,7 +182,8 @@ def build_engine(
         agree = _same if group is None else group.agree
         part = load_part(setup, ranks, agree, progress, on_phase)
         engine, runner = _lead(setup, part, group, grammar_vocab, capture_progress, on_phase)
-    for warning in (*_context_warning(setup, part), *_capture_warnings(runner)):
+    warnings = *_context_warning(setup, part), *_fp8_warning(setup, part)
+    for warning in (*warnings, *_capture_warnings(runner)):
         on_warning(warning)
     assert setup.model.dtype != "auto" and setup.cache.block_size is not None
     return BuiltEngine(
@@ -217,16 +226,12 @@ def load_part(
     spec = checkpoint.spec
     layout = plan_layout(spec, setup.parallel, ranks)
     _check_memory(spec, layout, dtype, device, cache.gpu_share)
-    dense = spec.moe is None and spec.mla is None
-    narrow = dtype == "fp8" and spec.hidden_size < NARROW and dense and ranks.size == 1
     drafts = setup.execution.mtp > 0
     has_module = drafts and model.draft != NGRAM
     draft_files = _open_draft(checkpoint, model, ranks) if has_module else {}  # finds a wrong one
     max_len = scheduler.max_model_len
-    loaded: ComputeType = "bf16" if narrow else dtype
-    alone = model.part == "language"
-    network = _load(checkpoint, loaded, max_len, device, layout, progress, alone)
-    mtp = _load_draft(draft_files, network, loaded) if has_module else None
+    network = _load(checkpoint, dtype, max_len, device, layout, progress)
+    mtp = _load_draft(draft_files, network, dtype) if has_module else None
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what tensors were read into, which is free for KV again
@@ -240,7 +245,8 @@ def load_part(
     num_blocks = agree(_num_blocks(cache, cached, groups, device, reserve))
     # The block that padded rows of a CUDA graph write to, and drafts that have no place.
     spare = int(device == "cuda" or drafts)
-    link = KVLink.plan(cache.connector, device)
+    weights = _digest(setup, checkpoint, draft_files)
+    link = KVLink.plan(cache.connector, device, weights)
     pages = link.pages if link is not None else None
     kv_cache = allocate_kv_cache(
         cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages, groups
@@ -250,7 +256,7 @@ def load_part(
     room = groups.sliding.num_blocks(num_blocks, most_new, size) * size
     max_len = min(max_len, room)
     return Part(
-        checkpoint, network, mtp, cached, kv_cache, num_blocks, groups, room, max_len, link, narrow
+        checkpoint, network, mtp, cached, kv_cache, num_blocks, groups, room, max_len, link, weights
     )
 
 
@@ -270,11 +276,9 @@ def make_engine(
     # Requests that ended in a step under way keep their slots until it is over.
     num_slots, max_len = 2 * scheduler.num_seqs, scheduler.max_model_len
     runner = ModelRunner(
-        network, part.kv_cache, block_size, num_slots, max_len, part.mtp, _relaxed(execution),
+        network, part.kv_cache, block_size, num_slots, max_len, part.mtp,
         part.groups.sliding,
     )  # fmt: skip
-    if part.narrow:
-        quantize(runner)
     if on_gpu:
         _warm_up(runner, setup, part, network is part.network, on_phase)
     else:
@@ -302,24 +306,20 @@ def make_engine(
     moves_kv = part.link is not None or cache.offloading is not None
     policy = make_scheduler(scheduler, pool, eos, execution, moves_kv, meter)
     policy.looks_up = setup.model.draft == NGRAM
+    policy.token_texts = () if grammar_vocab is None else grammar_vocab.encoded_vocab
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
-    features = None
-    if runner.images is not None and runner.images.encode is None:
-        types = activation_dtype(dtype), setup.model.device
-        way = cache.feature_connector
-        features = FeatureReader.open(way, runner.images, policy.images, max_len, *types)
     engine = LanguageEngine(
         policy,
         runner,
-        grammar=None if grammar_vocab is None else GrammarBackend(grammar_vocab),
+        grammar=None if grammar_vocab is None else GrammarPool(grammar_vocab),
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
         kv=kv,
-        tiers=open_tiers(setup, policy, kv_cache, part.cached),
-        features=features,
+        tiers=open_tiers(setup, policy, kv_cache, part.cached, part.weights),
         drafting=_drafting(execution, policy.looks_up),
         vision=spec.vision,
+        may_rerun=not setup.parallel.attention_dp,
     )
     return engine, runner
 
@@ -348,6 +348,16 @@ def _context_warning(setup: Setup, part: Part) -> list[str]:
     ]
 
 
+def _fp8_warning(setup: Setup, part: Part) -> list[str]:
+    width = part.checkpoint.spec.hidden_size
+    if setup.model.dtype != "fp8" or width >= _NARROW:
+        return []
+    return [
+        f"--dtype fp8 costs narrow models accuracy, and this one is {width} wide: SmolLM2-135M, "
+        "which is 576 wide, loses 3 % of perplexity; --dtype bf16 loses none"
+    ]
+
+
 def _capture_warnings(runner: ModelRunner) -> list[str]:
     graphs = runner.decode.graphs
     return [] if graphs is None else graphs.report.warnings()
@@ -363,10 +373,12 @@ def _warm_up(runner: ModelRunner, setup: Setup, part: Part, alone: bool, on_phas
     budget = scheduler.max_num_batched_tokens or num_tokens
     steps = warm_up_steps(budget, scheduler.num_seqs, num_tokens)
     if alone and setup.execution.fused_kernels:
+        from tokenmill.kernels.gpu import launch
+
         cache = setup.cache.dtype, setup.cache.block_size
         key = part.checkpoint.spec, setup.model.dtype, cache, setup.execution, steps
         warm_up = functools.partial(runner.warm_up, steps, sampling=True)
-        num_kernels = triton_kernels("launch").compile_ahead(warm_up, key)
+        num_kernels = launch.compile_ahead(warm_up, key)
         seconds = time.monotonic() - begin
         _log.info("compiled or loaded %d kernels ahead in %.1f s", num_kernels, seconds)
         on_phase("kernels")
@@ -457,17 +469,9 @@ def _load(
     device: str,
     layout: Layout,
     progress: Progress | None,
-    alone: bool = False,
 ) -> Decoder:
-    """The model, or without its vision encoder where it is to be `alone`."""
     spec = checkpoint.spec
-    needs, encoder = wanted(spec, layout), family_of(spec).encoder
-    left_out = encoder.prefix if alone and encoder is not None else None
-    tensors = checkpoint.tensors(
-        progress,
-        device,
-        lambda name: needs(name) and (left_out is None or not name.startswith(left_out)),
-    )
+    tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
     return family_of(spec).model(spec, tensors, dtype, max_len, device, layout)
 
 
@@ -494,6 +498,15 @@ def _open_draft(checkpoint: Checkpoint, model: ModelConfig, ranks: Ranks) -> Dra
     return open_mtp(path, spec, random_weights=random, seed=model.seed)
 
 
+def _digest(setup: Setup, checkpoint: Checkpoint, drafts: DraftFiles) -> str:
+    """A digest of the weights, where other engines or later starts meet what they compute."""
+    cache = setup.cache
+    if cache.connector == "none" and cache.offloading is None:
+        return ""
+    tensors = drafts.tensors if isinstance(drafts, Eagle3Files) else drafts
+    return weights_digest(checkpoint.readable, tensors)
+
+
 def _load_draft(files: DraftFiles, network: Decoder, dtype: ComputeType) -> Drafter:
     """Ranks that share every token divide the module like a layer; others have one each."""
     if isinstance(files, Eagle3Files):
@@ -514,19 +527,7 @@ def has_mtp(model: ModelConfig, path: Path) -> bool:
 
 def _drafts_line(execution: ExecutionConfig) -> str:
     """Return what the description of the engine says about drafts."""
-    if not execution.mtp:
-        return ""
-    line = f", up to {execution.mtp} drafts a step"
-    if execution.mtp_relaxed:
-        line += f", relaxed acceptance {execution.mtp_relaxed}: outputs are not exact"
-    return line
-
-
-def _relaxed(execution: ExecutionConfig) -> Relaxed | None:
-    if not execution.mtp or not execution.mtp_relaxed:
-        return None
-    _log.warning("mtp_relaxed %s: outputs are not exact", execution.mtp_relaxed)
-    return Relaxed.parse(execution.mtp_relaxed)
+    return f", up to {execution.mtp} drafts a step" if execution.mtp else ""
 
 
 def _drafting(execution: ExecutionConfig, looks_up: bool) -> Drafting | None:

@@ -32,7 +32,7 @@ from tokenmill.engine.limits import (
     choose_least_shared,
     choose_num_seqs,
 )
-from tokenmill.engine.ranks.group import ranks_per_gpu
+from tokenmill.engine.ranks.group import check_gpus, ranks_per_gpu
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints import store
@@ -74,8 +74,10 @@ def resolve_setup(asked: Setup) -> Setup:
     if device == "cpu":
         share /= size  # ranks share a machine's memory
     gpu_share = cache.gpu_share
-    if device == "cuda" and size > 1 and (together := ranks_per_gpu(size)) > 1:
-        gpu_share = (gpu_share or GPU_MEMORY_SHARE) / together
+    if device == "cuda" and size > 1:
+        check_gpus(size, model.share_gpus)
+        if (together := ranks_per_gpu(size)) > 1:
+            gpu_share = (gpu_share or GPU_MEMORY_SHARE) / together
     chosen = Setup(
         replace(model, model=str(path), dtype=dtype, device=device, num_threads=num_threads),
         replace(
@@ -101,10 +103,8 @@ def set_mode(execution: ExecutionConfig) -> None:
 
 def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
     """Refuse flags for drafts that are given without --mtp."""
-    given = {"draft": model.draft, "mtp-relaxed": execution.mtp_relaxed}
-    for name, value in given.items():
-        if value is not None and not execution.mtp:
-            raise ModelLoadError(f"--{name} {value} needs --mtp N, the tokens to draft in a step")
+    if model.draft is not None and not execution.mtp:
+        raise ModelLoadError(f"--draft {model.draft} needs --mtp N, the tokens to draft in a step")
 
 
 def _check_offloading(asked: Setup) -> None:

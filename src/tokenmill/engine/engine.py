@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv_events import Dump, EventPublisher
@@ -15,30 +15,27 @@ from tokenmill.core.types import (
     End,
     EngineStats,
     FinishReason,
+    OutOfMemory,
     RanksLostError,
     Request,
     RequestOutput,
     StepResult,
 )
 from tokenmill.engine.drafts.drafting import Drafting
-from tokenmill.engine.sampling.grammar import GrammarBackend
-from tokenmill.engine.sampling.structured import StructuredOutputs, follow
+from tokenmill.engine.rerun import run_in_parts
+from tokenmill.engine.sampling.grammar_pool import GrammarPool
+from tokenmill.engine.sampling.structured import StructuredOutputs
 from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.routing.step_rates import StepSums
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 if TYPE_CHECKING:
-    from tokenmill.kv.features import FeatureReader
     from tokenmill.kv.tiers.offloading import KVTiers
 
 _BLOCKED_WAIT_S = 0.001  # how long a step without a batch waits for blocks that others free
 
 _log = logging.getLogger(__name__)
-
-
-class OutOfMemory(Exception):
-    """A step needs more device memory than there is; nothing of it was computed."""
 
 
 class Runner(Protocol):
@@ -50,45 +47,51 @@ class Runner(Protocol):
 class Launched(Protocol):
     """A batch under way."""
 
+    def runs(self) -> bool: ...
     def wait(self) -> StepResult: ...
 
 
 class Launcher(Runner, Protocol):
-    """A runner that can start a batch and be asked for its result later."""
+    """A runner that can start a batch and be asked for its result later.
+
+    Where masks follow, sample_late() samples the constrained items once they are set.
+    """
 
     def launch(self, batch: Batch) -> Launched: ...
+    def sample_late(self, launched: Any) -> None: ...
 
 
 class LanguageEngine:
     """An Engine over a scheduler and a runner; one thread calls it.
 
     With a `launcher`, steps overlap: the next batch is chosen and launched before the tokens of the
-    last one are known. While a request needs the host between two of its tokens (a grammar, prompt
-    log-probabilities), or steps draft, all run in the plain loop; where drafts are looked up, only
-    if something was found.
+    last one are known. Requests that follow a grammar are sampled when these are: their masks come
+    while the device computes. While a request wants log-probabilities of its prompt, or steps
+    draft, all run in the plain loop; where drafts are looked up, only if something was found.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
-        grammar: GrammarBackend | None = None,
+        grammar: GrammarPool | None = None,
         vocab_size: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         launcher: Launcher | None = None,
         kv: KVTransfer | None = None,
         tiers: KVTiers | None = None,
-        features: FeatureReader | None = None,
         drafting: Drafting | None = None,
         vision: VisionSpec | None = None,
+        may_rerun: bool = True,
     ) -> None:
+        """`may_rerun`: a step that fails may run again, in parts; no other rank counts steps."""
         self._scheduler = scheduler
+        self._may_rerun = may_rerun
         self.drafting = drafting  # may be exchanged between two steps
         self._runner = runner
         self._launcher = launcher
         self.kv = kv
         self.tiers = tiers
-        self.features = features  # of images that others encode
         # Launched at a time, its tokens not known yet.
         self._in_flight: tuple[Batch, Launched, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
@@ -133,11 +136,9 @@ class LanguageEngine:
         if not self._computing:
             self._meter.idle(now_ns)
         if self.kv is not None:
-            self.kv.poll(now_ns, self._lose)
+            self.kv.poll(now_ns, self._abort_receive)
         if self.tiers is not None:
             self.tiers.poll()
-        if self.features is not None:
-            self.features.poll(self._lose)
         self._admit(now_ns)
         to_draft = 0 if self.drafting is None else self.drafting.choose()
         overlap = self._may_overlap(to_draft)
@@ -159,7 +160,7 @@ class LanguageEngine:
             counts = self._scheduler.draft_counts
             self.drafting.record(batch, *counts, (self._clock() - began_ns) / 1e9)
         self._computing = bool(batch.items or self._in_flight) and self.has_work()
-        return outputs if self.features is None else self.features.pass_on(outputs)
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
@@ -171,8 +172,7 @@ class LanguageEngine:
     def has_work(self) -> bool:
         """True while a step() would do something."""
         waiting = bool(self._finished or self._structured.num_waiting or self._in_flight)
-        reading = self.features is not None and self.features.busy
-        reading = reading or (self.tiers is not None and self.tiers.busy)
+        reading = self.tiers is not None and self.tiers.busy
         return waiting or reading or self._scheduler.has_work()
 
     def drain(self) -> None:
@@ -204,6 +204,10 @@ class LanguageEngine:
         """Return what the next step would compute, by which it is decided whether prompts wait."""
         return self._scheduler.outlook()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the blocks that are cached on the device; running requests keep theirs."""
+        self._scheduler.pool.clear()
+
     def kv_events(self) -> EventPublisher:
         """Return the publisher of the prefix cache's events from now on."""
         if self._publisher is None:
@@ -225,8 +229,7 @@ class LanguageEngine:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._structured:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        away = self.features is not None
-        problem = self._out_of_vocabulary(request) or image_problem(request, self._vision, away)
+        problem = self._out_of_vocabulary(request) or image_problem(request, self._vision)
         if problem:
             return "invalid_request", problem
         if request.kv_from is not None or request.hold_kv_s is not None:
@@ -279,7 +282,8 @@ class LanguageEngine:
 
     def _forget(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Drop what is kept here for requests that have ended: a grammar, KV on its way."""
-        for output in outputs if self._host_bound or self.kv is not None else ():
+        some = self._host_bound or self._structured.num_open or self.kv is not None
+        for output in outputs if some else ():
             if output.finish_reason is not None:
                 self._structured.forget(output.request_id)
                 self._host_bound.discard(output.request_id)
@@ -287,31 +291,32 @@ class LanguageEngine:
                     self.kv.forget(output.request_id)
         return outputs
 
-    def _lose(self, request_id: str, stop_reason: str, message: str) -> None:
+    def _abort_receive(self, request_id: str, stop_reason: str, message: str) -> None:
         """End a request whose KV or whose images will not come."""
         if self._structured.cancel(request_id):
             self._end(request_id, End(FinishReason.ERROR, stop_reason, message))
         else:
-            self._scheduler.receiving.lose(request_id, stop_reason, message)
+            self._scheduler.end_in_error(request_id, stop_reason, message)
 
     def _add(self, request: Request) -> None:
         """Hand a request to the scheduler."""
-        sampling = request.sampling
-        if sampling.structured is not None or sampling.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None:
             self._host_bound.add(request.request_id)
         self._scheduler.add(request)
-        if self.features is not None and request.kv_from is None:
-            self._scheduler.images.expect(request)
 
     # A step, phase by phase.
 
     def _admit(self, now_ns: int) -> None:
-        """Hand requests whose grammar is ready to the scheduler; end those that waited too long."""
+        """Hand requests whose grammar is ready to the scheduler; end those that waited too long.
+
+        Who waits for a mask sits out.
+        """
         for request, end in self._structured.take_ready(now_ns):
             if end is None:
                 self._add(request)
             else:
                 self._end(request.request_id, end)
+        self._scheduler.hold(self._structured.late())
 
     def _may_overlap(self, to_draft: int) -> bool:
         """Whether the next batch is launched before the tokens of the last one are known.
@@ -324,47 +329,72 @@ class LanguageEngine:
 
     def _idle(self) -> None:
         """Give others a moment instead of spinning: compile threads, engines that read blocks."""
-        if self._structured.num_waiting:
-            self._structured.wait()
-        elif (self.kv, self.features, self.tiers) != (None, None, None) and self.has_work():
+        if self._structured.wait():
+            return
+        if (self.kv, self.tiers) != (None, None) and self.has_work():
             time.sleep(_BLOCKED_WAIT_S)
 
-    def _execute(self, batch: Batch) -> list[RequestOutput]:
-        """Run the batch; if that fails, its requests end in ERROR and the engine goes on."""
+    def _execute(self, batch: Batch, error: Exception | None = None) -> list[RequestOutput]:
+        """Run the batch; if that fails, requests at fault end in ERROR and the engine goes on."""
         began_ns = self._clock()
         try:
             lost = self._structured.constrain(batch)
-            result = self._runner.run(batch)
+            result = self._run(batch, error)
             self._measure(batch, began_ns)
-            follow(batch, result, lost)
+            _drop_unsampled(batch, result)
             outputs = self._scheduler.update(batch, result)
         except Exception as error:
             return self._failed(batch, error)
         except BaseException:
             self._interrupted(batch)
             raise
-        for output in outputs:
-            if output.request_id in lost:
-                output.stop_reason, output.error = "grammar", lost[output.request_id]
+        self._lose_unmasked(lost)
         return self._forget(outputs)
 
-    def _launch(self, batch: Batch, launcher: Launcher) -> list[RequestOutput]:
-        """Launch the batch, then collect the one before it, which ran meanwhile."""
-        launched, problem, began_ns = None, None, self._clock()
+    def _lose_unmasked(self, lost: dict[str, str]) -> None:
+        """End the requests whose grammar leaves them no way on."""
+        for request_id, message in lost.items():
+            self._scheduler.end_in_error(request_id, "grammar", message)
+
+    def _run(self, batch: Batch, error: Exception | None = None) -> StepResult:
+        """Run a batch, in parts where it fails or has failed; its result names who is at fault."""
         try:
+            if error is not None:
+                raise error
+            return self._runner.run(batch)
+        except (RanksLostError, OutOfMemory):
+            raise
+        except Exception as problem:
+            if not self._may_rerun or "CUDA error" in str(problem):  # which no row causes
+                raise
+            _log.error("a step over %d requests failed", len(batch.items), exc_info=problem)
+            return run_in_parts(self._runner.run, batch, self._scheduler.pool.block_size, problem)
+
+    def _launch(self, batch: Batch, launcher: Launcher) -> list[RequestOutput]:
+        """Launch the batch, then collect the one before it, which ran meanwhile.
+
+        Only then are the last tokens of constrained items known, and with them their masks.
+        """
+        launched, began_ns = None, self._clock()
+        lost: dict[str, str] = {}
+        outputs: list[RequestOutput] = []
+        try:
+            self._structured.put_off(batch)
             launched = launcher.launch(batch) if batch.items else None
+            outputs = self._collect()
+            if batch.masks_follow and launched is not None:
+                lost = self._structured.constrain(batch, launched.runs)
+                launcher.sample_late(launched)
         except Exception as error:
-            problem = error
+            return outputs + self._collect() + self._execute(batch, error)
         except BaseException:
-            self._finished += self._collect()
+            self._finished += outputs + self._collect()
             self._interrupted(batch)
             raise
-        outputs = self._collect()
-        if problem is not None:
-            return outputs + self._failed(batch, problem)
         if launched is not None:
             self._scheduler.advance(batch)
             self._in_flight = batch, launched, began_ns
+        self._lose_unmasked(lost)
         return outputs
 
     def _collect(self) -> list[RequestOutput]:
@@ -375,6 +405,7 @@ class LanguageEngine:
         try:
             result = launched.wait()
             self._measure(batch, began_ns)
+            _drop_unsampled(batch, result)
             outputs = self._scheduler.update(batch, result)
         except Exception as error:
             return self._failed(batch, error)
@@ -409,6 +440,14 @@ class LanguageEngine:
         """End the requests of a step that Ctrl-C has interrupted; the next step() says so."""
         if batch.items:
             self._finished += self._forget(self._scheduler.fail(batch, "the step was interrupted"))
+
+
+def _drop_unsampled(batch: Batch, result: StepResult) -> None:
+    """Drop what was sampled for items that had no mask in time."""
+    for index in batch.unsampled:
+        result.token_ids[index] = []
+        if result.draft_ids is not None:
+            result.draft_ids[index] = []
 
 
 def _sentence(error: BaseException) -> str:

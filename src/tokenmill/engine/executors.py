@@ -60,10 +60,9 @@ class PlainExecutor:
             rows = [row for seq, count in counts for row in sampled_rows(seq, count)]
             logits = self._model.logits(hidden.index_select(0, inputs.ends))
             newest = inputs.token_ids.index_select(0, inputs.ends)
-            tokens = self._sampler.choose(launched, rows, logits, newest)
-            self._sampler.relax(launched, batch, logits, tokens)
-            if len(rows) == len(seqs):  # else the host knows all tokens before the next step
-                self._builder.last_tokens.index_copy_(0, inputs.slots.long(), tokens)
+            # With drafts the host knows all tokens before the next step.
+            slots = inputs.slots if len(rows) == len(seqs) else None
+            tokens = self._sampler.choose(launched, batch, rows, logits, newest, slots)
         proposed = self._propose(batch, inputs, hidden, tokens)
         return self._sampler.send(launched, tokens if inputs.ready else None, proposed)
 
@@ -84,7 +83,8 @@ class PlainExecutor:
         """Show the step to the MTP module; drafts for the next one where they are asked for.
 
         A step that only decodes and asks for none is not shown: the module's cache keeps a gap,
-        which makes its guesses worse and nothing else.
+        which makes its guesses worse and nothing else. So does a row whose mask follows: the module
+        is shown what it would be without.
         """
         if self._proposer is None:
             return None
@@ -108,7 +108,10 @@ class PlainExecutor:
             end += num_new
             if seq.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
                 rows = hidden[end - num_new : end]
-                result.prompt_logprobs[i] = self._prompt_logprobs(seq, rows)
+                try:
+                    result.prompt_logprobs[i] = self._prompt_logprobs(seq, rows)
+                except FloatingPointError as error:
+                    result.errors[i] = str(error)
 
     def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens after each of this chunk's, as far as they go."""
@@ -149,8 +152,9 @@ class DecodeExecutor:
         rows: list[SampledRow] = [*seqs]
         if self._sampler.wants_best(rows):
             return self._sampler.send(launched, decoded.best)
-        tokens = self._sampler.choose(launched, rows, decoded.logits, decoded.token_ids)
-        self._builder.last_tokens.index_copy_(0, decoded.slots.long(), tokens)
+        tokens = self._sampler.choose(
+            launched, batch, rows, decoded.logits, decoded.token_ids, decoded.slots
+        )
         return self._sampler.send(launched, tokens)
 
 
@@ -178,8 +182,9 @@ class PromptExecutor:
         prompted = self.graphs.run(batch.items[0])
         launched, tokens = _launched([[]]), prompted.best
         if not best:
-            tokens = self._sampler.choose(launched, rows, prompted.logits, prompted.newest)
-            self._builder.last_tokens.index_copy_(0, prompted.slot.long(), tokens)
+            tokens = self._sampler.choose(
+                launched, batch, rows, prompted.logits, prompted.newest, prompted.slot
+            )
         drafts = prompted.drafts if batch.num_to_draft else None
         proposed = None if drafts is None else drafts[:, : batch.num_to_draft]
         return self._sampler.send(launched, tokens, proposed)
@@ -203,7 +208,7 @@ class DraftExecutor:
         count, width = len(batch.items), graphs.depth + 1
         seqs = [seq for seq, _ in batch.items]
         launched = _launched([s.draft_ids[: num_new - 1] for s, num_new in batch.items], width)
-        best = self._sampler.wants_best([*seqs]) and self._sampler.relaxed is None
+        best = self._sampler.wants_best([*seqs])
         if ahead is not None and best and ahead.matches(graphs, batch):
             host, launched.done = ahead.host, ahead.done
         else:
@@ -236,9 +241,8 @@ class DraftExecutor:
         if not self._sampler.wants_best([*seqs]):
             rows = [row for seq in seqs for row in sampled_rows(seq, graphs.depth)]
             logits, newest = verified.logits[: len(rows)], verified.token_ids[: len(rows)]
-            tokens = self._sampler.choose(launched, rows, logits, newest)
+            tokens = self._sampler.choose(launched, batch, rows, logits, newest, None)
             graphs.tokens[: len(seqs)].copy_(tokens.view(len(seqs), -1))
-        self._sampler.relax(launched, batch, verified.logits, graphs.tokens.view(-1))
 
 
 class SplitExecutor:
@@ -260,11 +264,11 @@ class SplitExecutor:
         others = batch.items[: len(batch.items) - len(prompts)]
         if not prompts or not others or len(prompts) > self._most(len(others)):
             return None
-        launched = self._launch_others(self._part(batch, others))
+        launched = self._launch_others(batch.part(others))
         if launched is None:
             return None
         for item in prompts:
-            prompt = self._prompts.launch(self._part(batch, [item]))
+            prompt = self._prompts.launch(batch.part([item]))
             assert prompt is not None
             launched.others.append(prompt)
         return launched
@@ -283,12 +287,6 @@ class SplitExecutor:
 
     def _launch_others(self, batch: Batch) -> Launched | None:
         return self._drafts.launch(batch, others_follow=True) or self._decode.launch(batch)
-
-    @staticmethod
-    def _part(batch: Batch, items: list[Item]) -> Batch:
-        """Some items of a batch, whose blocks are known by now."""
-        num_tokens = sum(num_new for _, num_new in items)
-        return Batch(items, num_tokens, num_to_draft=batch.num_to_draft)
 
 
 def _launched(drafts: list[list[int]], stride: int | None = None) -> Launched:

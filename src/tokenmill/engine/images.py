@@ -107,12 +107,9 @@ class Placement:
 class StepImages:
     """Makes the rows of a step that are parts of images; owns the features of encoded ones."""
 
-    def __init__(self, encoder: ImageEncoder | None, vision: VisionSpec, staging: Staging) -> None:
-        """Without an encoder other engines encode."""
+    def __init__(self, encoder: ImageEncoder, vision: VisionSpec, staging: Staging) -> None:
         self.vision, self._staging = vision, staging
-        self.encode: GroupEncoder | None = None
-        if encoder is not None:
-            self.encode = GroupEncoder(encoder, vision, staging.device)
+        self.encode = GroupEncoder(encoder, vision, staging.device)
         self._features: dict[bytes, torch.Tensor] = {}  # by content, [1 + layers, tokens, hidden]
         self._begun: dict[bytes, BegunPatches] = {}  # by content; of the last step
 
@@ -123,10 +120,6 @@ class StepImages:
         """The positions of a sequence with images."""
         return Placement(seq.request.images, self.vision.merge_size)
 
-    def put(self, content: bytes, features: torch.Tensor) -> None:
-        """Keep the features of an image that another engine has encoded."""
-        self._features[content] = features
-
     def forget(self, contents: list[bytes]) -> None:
         """Drop the features of images."""
         for content in contents:
@@ -135,7 +128,6 @@ class StepImages:
     def go_on(self, begun: list[BegunImage]) -> None:
         """Encode parts of images. What is not known here is begun anew."""
         for each in begun:
-            assert self.encode is not None
             work = self._begun.get(each.image.content_hash)
             work = work or self.encode.begin(each.image)
             self._begun[each.image.content_hash] = work
@@ -184,7 +176,6 @@ class StepImages:
         known = self._features
         new = {i.content_hash: i for i in images if i.content_hash not in known}
         if new:
-            assert self.encode is not None
             for content in self._begun.keys() & new.keys():
                 known[content] = self.encode.finish(self._begun.pop(content))
                 del new[content]

@@ -8,6 +8,31 @@ import torch
 
 from tokenmill.core.types import StepResult, TokenLogprobs
 from tokenmill.engine.sampling.device_sampler import Sampled
+from tokenmill.engine.sampling.sampler import NOT_FINITE, SampledRow
+
+
+@dataclass(slots=True)
+class LateRows:
+    """The constrained rows of a step whose masks come after its launch, as copies of their own.
+
+    What a graph has written is written over by the next one.
+    """
+
+    rows: list[SampledRow]
+    places: list[int]  # in the step's rows
+    index: torch.Tensor  # int64 [rows], the same on the device
+    slots: torch.Tensor  # int64 [rows]
+    newest: torch.Tensor  # int32 [rows]
+    logits: torch.Tensor  # [rows, vocab]
+    tokens: torch.Tensor  # int32 [all rows of the step]
+    sampled: Sampled | None = None
+
+    def put_into(self, logprobs: list[TokenLogprobs | None], tokens: list[int]) -> None:
+        """Put these rows' log-probabilities in the place of those without masks."""
+        assert self.sampled is not None
+        own = self.sampled.finish([tokens[place] for place in self.places])
+        for place, entry in zip(self.places, own, strict=True):
+            logprobs[place] = entry
 
 
 @dataclass(slots=True)
@@ -21,11 +46,14 @@ class Launched:
     tokens: torch.Tensor | None = None  # on the host once `done` has happened
     done: torch.cuda.Event | None = None
     sampled: Sampled | None = None  # what else the sampler computed
-    logprobs: list[TokenLogprobs | None] | None = None  # those of the host's sampler
+    late: LateRows | None = None  # that are sampled again, with their masks
     proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
-    relaxed: dict[int, int] = field(default_factory=dict)  # by row of tokens: row of `changed`
-    changed: torch.Tensor | None = None  # 1 where relaxed acceptance took a draft instead
     others: list[Launched] = field(default_factory=list)  # of the items that follow, launched later
+
+    def runs(self) -> bool:
+        """Whether the device still computes what was launched."""
+        done = (self, *self.others)[-1].done
+        return done is not None and not done.query()
 
     def wait(self) -> StepResult:
         """The tokens of the items that sampled, and their log-probabilities."""
@@ -39,16 +67,15 @@ class Launched:
             self.done.synchronize()
         if self.tokens is not None:
             tokens = self.tokens.flatten().tolist()
-            if min(tokens) < 0:
-                raise FloatingPointError("the largest logit of a row is not finite")
-            logprobs = self.sampled.finish(tokens) if self.sampled is not None else self.logprobs
+            logprobs = None if self.sampled is None else self.sampled.finish(tokens)
+            if logprobs is not None and self.late is not None:
+                self.late.put_into(logprobs, tokens)
             self._fill(tokens, logprobs)
         return self.result
 
     def _fill(self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None) -> None:
         """Put the accepted drafts of the ready items and one token more into the result."""
         result, first = self.result, 0
-        changed = [] if self.changed is None else self.changed.tolist()
         if logprobs is not None and any(entry is not None for entry in logprobs):
             result.logprobs = [None] * len(result.token_ids)
         for index, drafts in zip(self.ready, self.drafts, strict=True):
@@ -56,9 +83,10 @@ class Launched:
             for draft in drafts:
                 if tokens[last] != draft:
                     break
-                result.num_relaxed += changed[self.relaxed[last]] if last in self.relaxed else 0
                 last += 1
-            result.token_ids[index] = tokens[first : last + 1]
+            result.token_ids[index] = own = tokens[first : last + 1]
+            if min(own) < 0:
+                result.errors[index] = NOT_FINITE
             if result.logprobs is not None and logprobs is not None:
                 entries = [entry for entry in logprobs[first : last + 1] if entry is not None]
                 result.logprobs[index] = entries or None
@@ -83,5 +111,5 @@ def _join(result: StepResult, other: StepResult) -> None:
             *(other.draft_ids or [[] for _ in range(num_others)]),
         ]
     result.token_ids += other.token_ids
+    result.errors |= {count + i: error for i, error in other.errors.items()}
     result.prompt_logprobs |= {count + i: own for i, own in other.prompt_logprobs.items()}
-    result.num_relaxed += other.num_relaxed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -14,8 +13,6 @@ from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kv.shared_memory import SharedPages
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.images import ImageEncoder, StepRows
-from tokenmill.layers.linear import Linear
-from tokenmill.layers.residual import Residual
 from tokenmill.parallel import Layout
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -31,13 +28,10 @@ class Model(Protocol):
     """What a model family offers the runner."""
 
     spec: ModelSpec
-    stream: Callable[[torch.Tensor, float], Residual]  # what carries the layers' sum
-    visual: ImageEncoder | None  # None: it takes no images, or others encode them
+    visual: ImageEncoder | None  # None: it takes no images, or another rank encodes them
     norm: torch.Tensor  # the final one, in the stream's type
     read_layers: tuple[int, ...]  # whose incoming states drafts are made from, if not the last ones
 
-    @property
-    def linears(self) -> list[Linear]: ...
     @property
     def num_bytes(self) -> int: ...
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from tokenmill.kv.tiers.tier_rates import measure_token_ms
 from tokenmill.sched.scheduler import Scheduler
 
 _STAGED_SLOTS = 64  # blocks in host memory on their way to disk, where that is the only tier
-_MODEL_FILES = {".json", ".safetensors", ".gguf", ".model"}  # config, weights and tokenizer
+_IMAGES = ("preprocessor_config.json",)  # what becomes of images before the model sees them
+_PACKAGE = Path(tokenmill.__file__).parent
 _COMPUTE = ("kernels", "layers", "models")  # packages by which keys and values are computed
 
 
@@ -32,8 +34,9 @@ def open_tiers(
     scheduler: Scheduler,
     kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
     spec: ModelSpec,
+    weights: str,
 ) -> KVTiers | None:
-    """Tiers behind an engine's cache, if any are asked for."""
+    """Tiers behind an engine's cache, if any are asked for; `weights` is their digest."""
     if setup.cache.offloading is None:
         return None
     sizes = parse_tiers(setup.cache.offloading)
@@ -41,7 +44,7 @@ def open_tiers(
     # Layers of different groups share tensors.
     tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
     num_slots = _num_slots(host_bytes, page_bytes(tensors), scheduler)
-    block_size, root = scheduler.pool.block_size, _root(setup, spec, tensors)
+    block_size, root = scheduler.pool.block_size, _root(setup, spec, weights, tensors)
     assert setup.cache.block_size == block_size
     disk = None
     if sizes.folder is not None:
@@ -69,28 +72,28 @@ def _num_slots(host_bytes: int, size: int, scheduler: Scheduler) -> int:
     return host_bytes // size if host_bytes else _STAGED_SLOTS * pool.sliding.pages_per_block
 
 
-def _root(setup: Setup, spec: ModelSpec, tensors: list[torch.Tensor]) -> bytes:
+def _root(setup: Setup, spec: ModelSpec, weights: str, tensors: list[torch.Tensor]) -> bytes:
     """A digest of all that the bytes of a block depend on, but for tokens, images and salt."""
     model, execution, device = setup.model, setup.execution, tensors[0].device
     machine = platform.machine()
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
-    package = Path(tokenmill.__file__).parent
     facts = (
-        geometry(spec, tensors, setup.cache.dtype, setup.cache.block_size or 0),
-        _files(Path(model.model), _MODEL_FILES),
-        [_files(package / name, {".py"}) for name in _COMPUTE],
-        (model.dtype, model.random_weights, model.seed, model.draft, execution.mtp > 0),
+        geometry(spec, weights, tensors, setup.cache.dtype, setup.cache.block_size or 0),
+        spec,
+        _content([Path(model.model, name) for name in _IMAGES]),
+        _content(file for name in _COMPUTE for file in sorted(_PACKAGE.glob(f"{name}/**/*.py"))),
+        (model.dtype, execution.mtp > 0),
         (execution.fused_kernels, execution.batch_invariant, cpu_kernels()),
         (machine, torch.__version__),
     )
     return blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
-def _files(path: Path, suffixes: set[str]) -> list[tuple[str, int, int]]:
-    """What tells files apart from others: path, bytes and time of change."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
-    stats = [(file, file.stat()) for file in files if file.is_file()]
-    return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+def _content(files: Iterable[Path]) -> str:
+    digest = blake2b(digest_size=16)
+    for file in files:
+        if file.is_file():
+            data = file.read_bytes()
+            digest.update(b"%s %d\n%s" % (file.name.encode(), len(data), data))
+    return digest.hexdigest()

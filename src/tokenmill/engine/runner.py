@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
-from tokenmill.core.types import StepResult
+from tokenmill.core.types import OutOfMemory, StepResult
 from tokenmill.engine.drafts.proposer import Drafter, Proposer
-from tokenmill.engine.drafts.relaxed import Relaxed
-from tokenmill.engine.engine import OutOfMemory
 from tokenmill.engine.executors import (
     DecodeExecutor,
     DraftExecutor,
@@ -28,7 +28,7 @@ from tokenmill.engine.graphs.piecewise_graphs import (
     piecewise_sizes,
 )
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
-from tokenmill.engine.images import GroupEncoder, StepImages
+from tokenmill.engine.images import StepImages
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
@@ -55,7 +55,6 @@ class ModelRunner:
         num_slots: int = 512,
         max_model_len: int | None = None,
         mtp: Drafter | None = None,
-        relaxed: Relaxed | None = None,
         sliding: Sliding = NONE_SLIDE,
     ) -> None:
         """With an MTP module the cache's last layer is the module's, its last block nobody's."""
@@ -76,10 +75,11 @@ class ModelRunner:
         )
         self.images = None
         if spec.vision is not None:
+            assert model.visual is not None
             self.images = StepImages(model.visual, spec.vision, self.builder.staging)
         self.sliding = sliding
         self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
-        self.sampler = sampler = StepSampler(self.builder, relaxed)
+        self.sampler = sampler = StepSampler(self.builder)
         self.drafts = DraftExecutor(self.proposer, sampler)
         self.decode = DecodeExecutor(self.builder, self.proposer, sampler)
         self.prompts = PromptExecutor(self.builder, self.proposer, sampler)
@@ -111,14 +111,10 @@ class ModelRunner:
         """Do the same for images, where the model takes them: encode some, and a prompt of one."""
         if self.images is None:
             return
-        vision, encode = self.images.vision, self._encode
-        merge, row = vision.merge_size, self.model.norm
+        vision, merge = self.images.vision, self.images.vision.merge_size
         image = blank_image((1, 4 * merge, 4 * merge), vision)
-        if encode is not None:
-            encode.warm_up()
-        else:
-            self.images.put(image.content_hash, row.new_zeros(vision.num_features, 16, len(row)))
-        for batch in image_batches(image, self.block_size, merge, encode is not None):
+        self.images.encode.warm_up()
+        for batch in image_batches(image, self.block_size, merge):
             self.run(batch)
         self.images.forget([image.content_hash])
 
@@ -134,7 +130,7 @@ class ModelRunner:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
         The pieces of other steps of up to `budget` tokens, too, unless a head reads what is between
-        layers, and where images are encoded here, small groups of them. The cache's last block is
+        layers, and small groups of images. The cache's last block is
         padding. All graphs share one pool of memory.
         """
         pool = torch.cuda.graph_pool_handle()
@@ -149,7 +145,7 @@ class ModelRunner:
             self.add_piecewise_graphs(piecewise_sizes(most_tokens(self.model.spec, budget)))
         pieces = self.plain.graphs
         jobs += [] if pieces is None else pieces.jobs(pool)
-        encoder = None if self._encode is None else self._encode.add_graphs()
+        encoder = None if self.images is None else self.images.encode.add_graphs()
         jobs += [] if encoder is None else encoder.jobs(pool)
         with trials():  # each size runs once before its capture
             report = capture_all(jobs, limits, progress)
@@ -186,10 +182,6 @@ class ModelRunner:
             found.append(time.perf_counter() - begin)
         return min(found)
 
-    @property
-    def _encode(self) -> GroupEncoder | None:
-        return None if self.images is None else self.images.encode
-
     def add_prompt_graphs(self, depth: int) -> None:
         """Run the last tokens of a prompt that is alone in its step in shapes of their own."""
         self.prompts.graphs = PromptGraphs(
@@ -215,7 +207,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Start a step; on a GPU this returns while it runs."""
-        try:
+        with _memory_errors():
             self.builder.grow(batch.grown)
             if self.images is not None:
                 self.images.forget(batch.dropped_images)
@@ -224,12 +216,26 @@ class ModelRunner:
             if self.images is not None:
                 self.images.keep(batch.begun_images)
             return launched
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise OutOfMemory(str(error).split(". ")[0]) from error
+
+    @torch.inference_mode()
+    def sample_late(self, launched: Launched) -> None:
+        """Sample the constrained items of a step whose masks were to follow."""
+        with _memory_errors():
+            for part in (launched, *launched.others):
+                self.sampler.sample_late(part)
 
     def _launch(self, batch: Batch) -> Launched:
         for executor in self._by_graph:
             if (launched := executor.launch(batch)) is not None:
                 return launched
         return self.plain.launch(batch)
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raise what a lack of memory is to the engine."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise OutOfMemory(str(error).split(". ")[0]) from error

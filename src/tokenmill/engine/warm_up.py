@@ -61,11 +61,10 @@ def blank_image(grid: Grid, vision: VisionSpec) -> ImageInput:
     return ImageInput(bytes(values), grid, b"warm-up".ljust(32), levels)
 
 
-def image_batches(image: ImageInput, block_size: int, merge: int, encodes: bool) -> list[Batch]:
-    """A token beside which an image is encoded in part, if it is, and the prompt of the image."""
-    batches = [warm_up_batch([1], block_size)]
-    if encodes:
-        batches[0].begun_images = [BegunImage(image, 0.5)]
+def image_batches(image: ImageInput, block_size: int, merge: int) -> list[Batch]:
+    """A token beside which an image is encoded in part, and the prompt of the image."""
+    beside = warm_up_batch([1], block_size)
+    beside.begun_images = [BegunImage(image, 0.5)]
     num_tokens = image.num_tokens(merge)
     item = _item(0, num_tokens + 1, block_size, (ImageSpan(0, num_tokens, image),))
-    return [*batches, Batch([item], num_tokens + 1, [(item[0], 0)])]
+    return [beside, Batch([item], num_tokens + 1, [(item[0], 0)])]

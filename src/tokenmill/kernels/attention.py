@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from tokenmill.kernels import (
-    MODE,
-    compiled,
-    cpu_kernels,
-    gpu_twin,
-    triton_kernels,
-    use_triton,
-)
+from tokenmill.kernels import MODE, always, kernel, use_triton
+from tokenmill.kernels.gpu import hopper
 
 if TYPE_CHECKING:
     from tokenmill.kernels.pages import Pages
@@ -32,6 +26,8 @@ SHORT = 9  # most queries of a sequence that splits its keys: a token and its dr
 NARROW_ROWS = 16  # of the narrowest tile on a GPU, whatever it needs
 GPU_PROGRAMS = 1024  # that keep the memory of a large GPU busy; fewer tiles split their keys
 MAX_SPLITS = 32
+HOPPER_DIMS = (64, 128)  # of the heads that kernels/gpu/hopper/prefill.py takes
+HOPPER_KEYS, HOPPER_LEAST_BLOCK = 128, 8  # a tile's; rows that shared memory interleaves
 FULL_TILES = 2.0  # times the keys may be visited: by 1.75 times Hopper's kernel is still faster
 
 
@@ -178,8 +174,20 @@ def _cut(query_lens: np.ndarray, first_seq: int, tokens: int, splits: int = 1) -
 
 
 def takes_full_tiles(v_cache: torch.Tensor) -> bool:
-    """Whether a kernel that wants every row of a tile used attends over this cache."""
-    return use_triton(v_cache) and bool(triton_kernels("attention").hopper_takes(v_cache))
+    """Whether Hopper's kernel, which wants every row of a tile used, attends over this cache.
+
+    It takes pages of an fp8 cache as bf16. Other heads, blocks that are no whole part or multiple
+    of a tile of keys, and batch-invariant mode stay with the plain kernel.
+    """
+    _, _, block_size, dim = v_cache.shape
+    return (
+        use_triton(v_cache)
+        and hopper.is_usable()
+        and v_cache.dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        and block_size >= HOPPER_LEAST_BLOCK
+        and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
+        and dim in HOPPER_DIMS
+    )
 
 
 def heads_of(tiles: QueryTiles, group: int) -> int:
@@ -187,6 +195,7 @@ def heads_of(tiles: QueryTiles, group: int) -> int:
     return group if tiles.rows else min(group, GPU_TILE_ROWS // tiles.tokens)
 
 
+@kernel(gpu=always)
 def place_tokens(
     staged: torch.Tensor,
     positions: torch.Tensor,
@@ -199,31 +208,18 @@ def place_tokens(
 
     staged holds ids the host knows; -1 - r stands for last_tokens[r], sampled by the step before.
     """
-    place = gpu_twin(place_tokens_reference) if use_triton(staged) else place_tokens_reference
-    return place(staged, positions, token_rows, tables, last_tokens, block_size)
-
-
-def place_tokens_reference(
-    staged: torch.Tensor,
-    positions: torch.Tensor,
-    token_rows: torch.Tensor,
-    tables: torch.Tensor,
-    last_tokens: torch.Tensor,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
     known = last_tokens[(-1 - staged).clamp(min=0)]
     ids = torch.where(staged < 0, known, staged)
     blocks = tables[token_rows, positions // block_size]
     return ids, blocks * block_size + positions % block_size
 
 
-def _compiled(v_cache: torch.Tensor) -> bool:
-    if v_cache.is_cuda or not cpu_kernels():
-        return False
-    supports: bool = compiled("attention").supports(v_cache.shape[3], v_cache.shape[2])
-    return supports
+def fits_cpu_tiles(v_cache: torch.Tensor) -> bool:
+    """Tiles of the compiled kernels read 16 keys and 16 channels at a time."""
+    return v_cache.shape[2] % 16 == 0 and v_cache.shape[3] % 16 == 0
 
 
+@kernel(gpu=always, cpu=fits_cpu_tiles)
 def rope_and_cache(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
@@ -242,38 +238,6 @@ def rope_and_cache(
     Before k is rounded to fp8, one orthogonal matrix spreads q and k over channels: their
     products stay, but no channel that is large in both brings a large error.
     """
-    dim = v_cache.shape[3]
-    if use_triton(qkv, "rope_and_cache") or _compiled(v_cache):
-        kernels = triton_kernels if qkv.is_cuda else compiled
-        kernels("attention").rope_and_cache(
-            qkv,
-            k_cache,
-            v_cache,
-            cos_sin,
-            batch.positions,
-            batch.slots,
-            num_heads,
-            scale,
-            norms,
-            eps,
-        )
-        return qkv[:, : num_heads * dim]
-    return rope_and_cache_reference(
-        qkv, k_cache, v_cache, cos_sin, batch, num_heads, scale, norms, eps
-    )
-
-
-def rope_and_cache_reference(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cos_sin: torch.Tensor,
-    batch: AttentionBatch,
-    num_heads: int,
-    scale: float,
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
     _, kv_heads, block_size, dim = v_cache.shape
     q, k, v = qkv.unflatten(1, (-1, dim)).split([num_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
@@ -334,41 +298,31 @@ def paged_attention(
     scores of one more key for each head, which every query sees and whose value is zero.
     """
     out = torch.empty(q.shape[0], num_heads * v_cache.shape[3], dtype=q.dtype, device=q.device)
-    kind = (k_cache, v_cache), num_heads, window, sinks
-    batch.attend(partial(_paged_attention_into, *kind), q, out)
+    attend = partial(
+        attend_paged,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        num_heads=num_heads,
+        window=window,
+        sinks=sinks,
+    )
+    batch.attend(attend, q, out)
     return out
 
 
-def _paged_attention_into(
-    caches: tuple[torch.Tensor, torch.Tensor],
-    num_heads: int,
-    window: int,
-    sinks: torch.Tensor | None,
+@kernel(gpu=always, cpu=fits_cpu_tiles)
+def attend_paged(
     q: torch.Tensor,
     out: torch.Tensor,
     batch: AttentionBatch,
-) -> None:
-    if not (use_triton(q) or _compiled(caches[1])):
-        out.copy_(paged_attention_reference(q, *caches, batch, num_heads, window, sinks))
-        return
-    kernels = triton_kernels if q.is_cuda else compiled
-    for tiles in batch.tiles:
-        kernels("attention").paged_attention(
-            q, out, *caches, tiles, batch, num_heads, window, sinks
-        )
-
-
-def paged_attention_reference(
-    q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    batch: AttentionBatch,
     num_heads: int,
     window: int = 0,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> None:
+    """paged_attention() into `out`."""
     _, kv_heads, block_size, dim = v_cache.shape
-    out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
     starts, table_rows = batch.query_starts.tolist(), batch.table_rows.tolist()
     for i, context in enumerate(batch.context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
@@ -382,7 +336,6 @@ def paged_attention_reference(
         seen = distance >= 0 if not window else (distance >= 0) & (distance < window)
         k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
         out[rows] = _attend(queries, k, v, seen, sinks).transpose(0, 1).flatten(1)
-    return out
 
 
 def _attend(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels import always, kernel
 
 ALIGNMENT = 16  # bytes that a thread of a GPU reads at once, where all blocks are multiples of it
 
@@ -37,15 +37,11 @@ def block_regions(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tenso
     return BlockRegions(sources, targets, addresses, word, max(row[2] for row in rows))
 
 
+@kernel(gpu=always, device_of=lambda pairs: pairs)
 def copy_blocks(regions: BlockRegions, pairs: torch.Tensor) -> None:
     """Copy the rows pairs[0] of each source to the rows pairs[1] of its target.
 
     pairs is int64 [2, count], on the targets' device.
     """
-    copy = gpu_twin(copy_blocks_reference) if use_triton(pairs) else copy_blocks_reference
-    copy(regions, pairs)
-
-
-def copy_blocks_reference(regions: BlockRegions, pairs: torch.Tensor) -> None:
     for source, target in zip(regions.sources, regions.targets, strict=True):
         target[pairs[1]] = source[pairs[0]]

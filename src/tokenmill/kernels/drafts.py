@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels import always, kernel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@kernel(gpu=always)
 def place_drafts(
     base: torch.Tensor,
     rows: torch.Tensor,
@@ -25,21 +26,6 @@ def place_drafts(
     A sequence's blocks are tables[row] and hold `capacity` tokens; what lies beyond goes to the
     pad block. Positions end at max_len - 1.
     """
-    place = gpu_twin(place_drafts_reference) if use_triton(base) else place_drafts_reference
-    return place(base, rows, capacities, tables, offset, width, block_size, max_len, pad_block)
-
-
-def place_drafts_reference(
-    base: torch.Tensor,
-    rows: torch.Tensor,
-    capacities: torch.Tensor,
-    tables: torch.Tensor,
-    offset: int,
-    width: int,
-    block_size: int,
-    max_len: int,
-    pad_block: int,
-) -> Pair:
     steps = torch.arange(offset, offset + width, dtype=torch.int32, device=base.device)
     positions = (base[:, None] + steps).clamp(max=max_len - 1)
     blocks = tables[rows.long()[:, None], (positions // block_size).long()]
@@ -48,6 +34,7 @@ def place_drafts_reference(
     return positions.reshape(-1), slots.reshape(-1)
 
 
+@kernel(gpu=always)
 def accept_drafts(
     tokens: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, contexts: torch.Tensor
 ) -> Pair:
@@ -56,13 +43,6 @@ def accept_drafts(
     tokens [seqs, k + 1] was sampled after ids [seqs, k + 1], the newest token and k drafts, of
     which the first counts [seqs] are compared; the first row stands at contexts [seqs].
     """
-    accept = gpu_twin(accept_drafts_reference) if use_triton(ids) else accept_drafts_reference
-    return accept(tokens, ids, counts, contexts)
-
-
-def accept_drafts_reference(
-    tokens: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, contexts: torch.Tensor
-) -> Pair:
     count, width = ids.shape
     num_right = count_accepted(tokens, ids[:, 1:], counts)
     firsts = torch.arange(count, device=ids.device) * width
@@ -81,6 +61,7 @@ def count_accepted(
     return right.long().cumprod(dim=1).sum(dim=1)
 
 
+@kernel(gpu=always)
 def advance_drafts(
     tokens: torch.Tensor,
     drafts: torch.Tensor,
@@ -95,20 +76,6 @@ def advance_drafts(
 
     `positions` are accept_drafts'. Rows without capacity are padding and stay at their beginning.
     """
-    advance = gpu_twin(advance_drafts_reference) if use_triton(ids) else advance_drafts_reference
-    return advance(tokens, drafts, positions, ids, contexts, counts, capacities, max_len)
-
-
-def advance_drafts_reference(
-    tokens: torch.Tensor,
-    drafts: torch.Tensor,
-    positions: torch.Tensor,
-    ids: torch.Tensor,
-    contexts: torch.Tensor,
-    counts: torch.Tensor,
-    capacities: torch.Tensor,
-    max_len: int,
-) -> torch.Tensor:
     depth, real = drafts.shape[1], capacities > 0
     ids[:, :1] = tokens.gather(1, (positions - contexts).long()[:, None])
     ids[:, 1:] = drafts

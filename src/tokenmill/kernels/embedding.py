@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels import always, kernel
 
 WAYS = 16  # int64 tags of a set: one line of 128 bytes
 SKETCH_PER_SLOT = 8  # counters
@@ -77,16 +77,12 @@ def cache_bytes(num_slots: int, row_bytes: int) -> int:
     return slots + 4 * (sketch_width(num_slots) + CLAIMS + sets) + 16
 
 
+@kernel(gpu=always, device_of=lambda cache: cache.tags)
 def lookup_cached(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Misses:
     """Copy the resident rows of ids int64 [n] to out [n, dim], count all keys, list the misses.
 
     What out holds for those is not defined.
     """
-    use = gpu_twin(lookup_cached_reference) if use_triton(ids) else lookup_cached_reference
-    return use(cache, ids, out)
-
-
-def lookup_cached_reference(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Misses:
     slots, found = find_slots(cache, ids)
     torch.index_select(cache.rows, 0, slots, out=out)  # those of misses come later
     hits = slots[found]
@@ -102,6 +98,7 @@ def lookup_cached_reference(cache: RowCache, ids: torch.Tensor, out: torch.Tenso
     return Misses(positions, torch.tensor([len(missed)], dtype=torch.int32, device=ids.device))
 
 
+@kernel(gpu=always, device_of=lambda cache: cache.tags)
 def fetch_misses(
     cache: RowCache, ids: torch.Tensor, misses: Misses, table: torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -110,28 +107,15 @@ def fetch_misses(
     The table may lie in pinned host memory. Keys whose id an earlier key has fetched are left to
     admit_misses.
     """
-    use = gpu_twin(fetch_misses_reference) if use_triton(ids) else fetch_misses_reference
-    use(cache, ids, misses, table, out)
-
-
-def fetch_misses_reference(
-    cache: RowCache, ids: torch.Tensor, misses: Misses, table: torch.Tensor, out: torch.Tensor
-) -> None:
     positions = misses.positions[: misses.count].long()
     fetched = positions[_owners(cache, ids, positions) == positions]
     out.index_copy_(0, fetched, table.index_select(0, ids[fetched]))
     cache.totals[1] += len(fetched)
 
 
+@kernel(gpu=always, device_of=lambda cache: cache.tags)
 def admit_misses(cache: RowCache, ids: torch.Tensor, misses: Misses, out: torch.Tensor) -> None:
     """Complete the rows of equal misses in out, and put candidates in place of lesser rows."""
-    use = gpu_twin(admit_misses_reference) if use_triton(ids) else admit_misses_reference
-    use(cache, ids, misses, out)
-
-
-def admit_misses_reference(
-    cache: RowCache, ids: torch.Tensor, misses: Misses, out: torch.Tensor
-) -> None:
     positions = misses.positions[: misses.count].long()
     out.index_copy_(0, positions, out.index_select(0, _owners(cache, ids, positions)))
     candidates = positions[cache.firsts[set_of(cache, ids[positions])] == positions]
@@ -150,13 +134,9 @@ def admit_misses_reference(
     cache.rows.index_copy_(0, slots, out.index_select(0, winners))
 
 
+@kernel(gpu=always, device_of=lambda cache: cache.tags)
 def write_cached(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows [n, dim] of distinct ids where they are resident; others are left alone."""
-    use = gpu_twin(write_cached_reference) if use_triton(ids) else write_cached_reference
-    use(cache, ids, rows)
-
-
-def write_cached_reference(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
     slots, found = find_slots(cache, ids)
     cache.rows.index_copy_(0, slots[found], rows[found])
 

@@ -18,16 +18,10 @@ import numpy as np
 import torch
 from torch.nn.functional import layer_norm, silu
 
-from tokenmill.kernels import gpu_twin, use_triton
-from tokenmill.kernels.matmul import (
-    FP8,
-    PackedWeight,
-    QuantizedRows,
-    matmul,
-    pack,
-    quantize_rows_reference,
-)
+from tokenmill.kernels import always, kernel
+from tokenmill.kernels.matmul import PackedWeight, matmul, pack
 from tokenmill.kernels.modulation import norm_modulate
+from tokenmill.kernels.rows import FP8, QuantizedRows, quantize_rows
 
 EPS = 1e-6
 TILE_ROWS = 128  # of the kernel: two warp groups of 64
@@ -121,13 +115,12 @@ def _longest_first(fields: tuple[np.ndarray, ...]) -> np.ndarray:
     return tiles[np.argsort(-tiles[:, Tile._fields.index("num_keys")], kind="stable")]
 
 
-def takes(x: torch.Tensor, *widths: int) -> bool:
-    """True where a Triton twin takes x: 16-bit values, whose widths are whole steps of a tile.
+def fits(x: torch.Tensor, *widths: int) -> bool:
+    """Whether a GPU's tiles take x: 16-bit values, whose widths are whole steps of a tile.
 
     Tiles of 32-bit values do not fit shared memory.
     """
-    fits = x.element_size() == 2 and all(width % STEP == 0 for width in widths)
-    return fits and use_triton(x, "hstu")
+    return x.element_size() == 2 and all(width % STEP == 0 for width in widths)
 
 
 class AffineNorm(NamedTuple):
@@ -157,6 +150,7 @@ class RowIds(NamedTuple):
     times: torch.Tensor  # [rows]
 
 
+@kernel(gpu=lambda items: fits(items, items.shape[1]))
 def input_rows(
     items: torch.Tensor, norm: AffineNorm, eps: float, tables: RowTables, ids: RowIds, scale: float
 ) -> torch.Tensor:
@@ -164,14 +158,6 @@ def input_rows(
 
     LayerNorm(item) + category + action, or a contextual token, times scale; and position + time.
     """
-    if takes(items, items.shape[1]):
-        return gpu_twin(input_rows_reference)(items, norm, eps, tables, ids, scale)
-    return input_rows_reference(items, norm, eps, tables, ids, scale)
-
-
-def input_rows_reference(
-    items: torch.Tensor, norm: AffineNorm, eps: float, tables: RowTables, ids: RowIds, scale: float
-) -> torch.Tensor:
     candidates = items.shape[0] - ids.actions.shape[0]
     target = ids.actions.new_full((candidates,), tables.actions.shape[0] - 1)
     rows = layer_norm(items, norm.weight.shape, norm.weight, norm.bias, eps)
@@ -181,17 +167,13 @@ def input_rows_reference(
     return x + (tables.positions[ids.positions] + tables.times[ids.times])
 
 
+@kernel(gpu=lambda x: fits(x, x.shape[1]))
 def swish_norm(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
     """x[m, k] * sigmoid(LayerNorm(x))."""
-    if takes(x, x.shape[1]):
-        return gpu_twin(swish_norm_reference)(x, norm, eps)
-    return swish_norm_reference(x, norm, eps)
-
-
-def swish_norm_reference(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
     return x * torch.sigmoid(layer_norm(x, norm.weight.shape, norm.weight, norm.bias, eps))
 
 
+@kernel(gpu=lambda q, v: fits(q) and q.shape[2] in HEAD_DIMS and v.shape[2] in HEAD_DIMS)
 def silu_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -206,20 +188,6 @@ def silu_attention(
     q[h + c, heads, d] are histories and candidates, or q[c, heads, d] candidates alone; own_k and
     own_v are the candidates' [c, heads, .]. The result is [rows of q, heads * e].
     """
-    if q.shape[2] in HEAD_DIMS and v.shape[2] in HEAD_DIMS and takes(q):
-        return gpu_twin(silu_attention_reference)(q, k, v, own_k, own_v, rows, normaliser)
-    return silu_attention_reference(q, k, v, own_k, own_v, rows, normaliser)
-
-
-def silu_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    own_k: torch.Tensor,
-    own_v: torch.Tensor,
-    rows: Jagged,
-    normaliser: int,
-) -> torch.Tensor:
     num_candidates = rows.num_candidates
     targets = q[q.shape[0] - num_candidates :]
     own = silu((targets * own_k).sum(-1, keepdim=True) * q.shape[-1] ** -0.5) / normaliser * own_v
@@ -271,32 +239,20 @@ class NormProduct:
         return FoldedNorm(weight, weight.float().sum(0), bias)
 
 
+@kernel(gpu=lambda x, product, gated: gated % COLUMNS == 0 and fits(x, *product.weight.shape))
 def norm_uvqk(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor:
     """LayerNorm(x[m, k]) W + b, [m, n], and SiLU of the first `gated` columns, which are u."""
-    if gated % COLUMNS == 0 and takes(x, *product.weight.shape):
-        return gpu_twin(norm_uvqk_reference)(x, product, gated)
-    return norm_uvqk_reference(x, product, gated)
-
-
-def norm_uvqk_reference(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor:
     norm = product.norm
     normed = layer_norm(x.float(), x.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
     out = torch.addmm(product.bias, normed.to(x.dtype), product.weight)
     return torch.cat([silu(out[:, :gated]), out[:, gated:]], dim=1) if gated else out
 
 
+@kernel(gpu=lambda x, o: fits(x, x.shape[1], o.shape[1]))
 def gate_output(
     x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: torch.Tensor
 ) -> torch.Tensor:
     """x[m, d] + [u, o, u * LayerNorm(o)] W[3e, d] of u[m, e] and attention's o[m, e]."""
-    if takes(x, x.shape[1], o.shape[1]):
-        return gpu_twin(gate_output_reference)(x, u, o, norm, weight)
-    return gate_output_reference(x, u, o, norm, weight)
-
-
-def gate_output_reference(
-    x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: torch.Tensor
-) -> torch.Tensor:
     normed = layer_norm(o.float(), o.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
     gated = (u.float() * normed).to(x.dtype)
     return torch.addmm(x, torch.cat([u, o, gated], dim=1), weight)
@@ -333,14 +289,9 @@ def gate_output_fp8(
     return x + matmul(gate_rows(u, o, norm), weight)
 
 
+@kernel(gpu=always)
 def gate_rows(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRows:
     """[u', o, u' * LayerNorm(o)] of u' = SiLU(u[m, e]) and o[m, e], rounded to fp8 [m, 3e]."""
-    if use_triton(o, "hstu"):
-        return gpu_twin(gate_rows_reference)(u, o, norm)
-    return gate_rows_reference(u, o, norm)
-
-
-def gate_rows_reference(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRows:
     gate, seen = silu(u.float()), o.float()
     normed = layer_norm(seen, o.shape[1:], norm.weight.float(), norm.bias.float(), EPS)
-    return quantize_rows_reference(torch.cat([gate, seen, gate * normed], dim=1), FP8)
+    return quantize_rows.reference(torch.cat([gate, seen, gate * normed], dim=1), FP8)

@@ -12,39 +12,29 @@ from functools import partial
 
 import torch
 
-from tokenmill.kernels import (
-    compiled,
-    cpu_kernels,
-    cpu_twin,
-    gpu_twin,
-    triton_kernels,
-    use_triton,
-)
-from tokenmill.kernels.attention import AttentionBatch, by_token
+from tokenmill.kernels import always, kernel
+from tokenmill.kernels.attention import AttentionBatch, by_token, fits_cpu_tiles
+from tokenmill.kernels.matmul import unpack
 from tokenmill.kernels.moe import PackedExperts
 
 
+@kernel(cpu=lambda weight: weight.tiled)
 def per_head(x: torch.Tensor, weight: PackedExperts) -> torch.Tensor:
     """x[t, heads, k] times each head's W[n, k].T -> [t, heads, n], contiguous."""
     tokens, heads, _ = x.shape
     assert weight.data is not None
     if weight.tiled:
-        padded = x.new_empty(tokens, heads, weight.n + -weight.n % 8)
-        compiled("grouped").multiply_heads(x, weight.data, padded)
-        return padded[..., : weight.n].contiguous()
+        return torch.stack([x[:, i] @ unpack(weight.expert(i)).T for i in range(heads)], dim=1)
     out = x.new_empty(tokens, heads, weight.n)
     torch.bmm(x.transpose(0, 1), weight.data.mT, out=out.transpose(0, 1))
     return out
 
 
-def _compiled(q: torch.Tensor, latent_cache: torch.Tensor) -> bool:
-    plain = q.dtype == latent_cache.dtype == torch.float32
-    if q.is_cuda or not plain or not cpu_kernels():
-        return False
-    supports: bool = compiled("mla").supports(latent_cache.shape[3], latent_cache.shape[2])
-    return supports
+def _is_fp32(q: torch.Tensor, latent_cache: torch.Tensor) -> bool:
+    return q.dtype == latent_cache.dtype == torch.float32 and fits_cpu_tiles(latent_cache)
 
 
+@kernel(gpu=always, cpu=_is_fp32)
 def latent_cache(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -62,25 +52,6 @@ def latent_cache(
     the first half, sines in the second. A rotation turns channels 2i and 2i + 1 if interleaved,
     else i and i + rope / 2; either way they stay where they are.
     """
-    write = latent_cache_reference
-    if use_triton(q, "latent_cache"):
-        write = gpu_twin(latent_cache_reference)
-    elif _compiled(q, latent_cache):
-        write = cpu_twin(latent_cache_reference)
-    write(q, kv, rope_cache, latent_cache, norm, eps, cos_sin, batch, interleaved)
-
-
-def latent_cache_reference(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    rope_cache: torch.Tensor,
-    latent_cache: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    batch: AttentionBatch,
-    interleaved: bool,
-) -> None:
     block_size, kv_rank = latent_cache.shape[2:]
     latent, key = kv.float().split([kv_rank, kv.shape[1] - kv_rank], dim=1)
     mean = latent.double().pow(2).mean(-1, keepdim=True).float()
@@ -115,38 +86,24 @@ def latent_attention(
     Returns the weighted latents, [t, heads, kv_rank].
     """
     out = torch.empty_like(q_latent)
-    attend = partial(_latent_attention_into, (rope_cache, latent_cache), scale)
+    attend = partial(attend_latent, rope_cache=rope_cache, latent_cache=latent_cache, scale=scale)
     batch.attend(attend, q_latent, q, out)
     return out
 
 
-def _latent_attention_into(
-    caches: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
+@kernel(gpu=always, cpu=_is_fp32)
+def attend_latent(
     q_latent: torch.Tensor,
     q: torch.Tensor,
     out: torch.Tensor,
     batch: AttentionBatch,
-) -> None:
-    if not (use_triton(q) or _compiled(q, caches[1])):
-        out.copy_(latent_attention_reference(q_latent, q, *caches, batch, scale))
-        return
-    kernels = triton_kernels if q.is_cuda else compiled
-    for tiles in batch.tiles:
-        kernels("mla").latent_attention(q_latent, q, out, *caches, tiles, batch, scale)
-
-
-def latent_attention_reference(
-    q_latent: torch.Tensor,
-    q: torch.Tensor,
     rope_cache: torch.Tensor,
     latent_cache: torch.Tensor,
-    batch: AttentionBatch,
     scale: float,
-) -> torch.Tensor:
+) -> None:
+    """latent_attention() into `out`."""
     block_size, keys = latent_cache.shape[2], by_token(rope_cache)
     queries = torch.cat([q_latent, q[..., q.shape[2] - keys.shape[3] :]], dim=-1).double() * scale
-    out = torch.empty_like(q_latent)
     starts, table_rows = batch.query_starts.tolist(), batch.table_rows.tolist()
     for i, context in enumerate(batch.context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
@@ -159,4 +116,3 @@ def latent_attention_reference(
         places = torch.arange(length, device=q.device)
         scores.masked_fill_(places[context:, None] < places, -torch.inf)
         out[rows] = (scores.softmax(-1) @ latents).transpose(0, 1).to(out.dtype)
-    return out

@@ -11,13 +11,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, layer_norm, normalize, silu
 
-from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
-from tokenmill.kernels.matmul import (
-    QuantizedRows,
-    Rounding,
-    quantize_rows,
-    quantize_rows_reference,
-)
+from tokenmill.kernels import always, kernel
+from tokenmill.kernels.rows import QuantizedRows, Rounding, quantize_rows
 
 
 class Added(NamedTuple):
@@ -27,6 +22,7 @@ class Added(NamedTuple):
     gate: torch.Tensor | None
 
 
+@kernel(gpu=always)
 def norm_modulate(
     x: torch.Tensor,
     factor: torch.Tensor,
@@ -39,27 +35,10 @@ def norm_modulate(
 
     What is `added` is added to x first, in place.
     """
-    if use_triton(x, "norm_modulate"):
-        fp8 = rounding is not None
-        delta, gate = added or (None, None)
-        kernels = triton_kernels("modulation")
-        found = kernels.norm_modulate(x, factor, shift, eps, fp8, delta, gate)
-        return QuantizedRows(*found) if fp8 else found[0]
-    return norm_modulate_reference(x, factor, shift, eps, rounding, added)
-
-
-def norm_modulate_reference(
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    shift: torch.Tensor,
-    eps: float,
-    rounding: Rounding | None = None,
-    added: Added | None = None,
-) -> torch.Tensor | QuantizedRows:
     if added is not None:
         add_gated(x, added)
     y = layer_norm(x.float(), x.shape[-1:], factor, shift, eps)
-    return quantize_rows_reference(y, rounding) if rounding else y.to(x.dtype)
+    return quantize_rows.reference(y, rounding) if rounding else y.to(x.dtype)
 
 
 def add_gated(x: torch.Tensor, added: Added) -> torch.Tensor:
@@ -72,32 +51,25 @@ def add_gated(x: torch.Tensor, added: Added) -> torch.Tensor:
     return x.copy_(torch.addcmul(x.float(), delta.float(), gate))
 
 
+@kernel(gpu=lambda rounding: rounding is not None)
 def gelu_rows(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | QuantizedRows:
     """GELU of x[m, k] by its tanh formula, rounded as asked or as x is."""
-    if rounding is not None and use_triton(x, "gelu_rows"):
-        return QuantizedRows(*triton_kernels("modulation").round_rows(x, True))
     activated = gelu(x, approximate="tanh")
     return activated if rounding is None else quantize_rows(activated, rounding)
 
 
+@kernel(gpu=lambda rounding: rounding is not None)
 def round_rows(x: torch.Tensor, rounding: Rounding | None) -> torch.Tensor | QuantizedRows:
     """x[m, k] as a linear asks for it: in fp8, or as it is."""
-    if rounding is not None and use_triton(x, "round_rows"):
-        return QuantizedRows(*triton_kernels("modulation").round_rows(x, False))
     return x if rounding is None else quantize_rows(x, rounding)
 
 
+@kernel(gpu=always)
 def norm_silu(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """SiLU of the norm of frames x[1, c, t, h, w] behind the frames `before`[1, c, f, h, w].
 
     So it is what a convolution reads that looks back f frames: [1, c, f + t, h, w].
     """
-    if use_triton(x, "norm_silu"):
-        return gpu_twin(norm_silu_reference)(x, gamma, before)
-    return norm_silu_reference(x, gamma, before)
-
-
-def norm_silu_reference(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return torch.cat([before, silu(norm_frames(x, gamma))], dim=2)
 
 

@@ -11,30 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import (
-    MODE,
-    compiled,
-    cpu_kernels,
-    cpu_twin,
-    gpu_twin,
-    triton_kernels,
-    use_triton,
-)
-from tokenmill.kernels.matmul import (
-    SKINNY_ROWS,
-    PackedWeight,
+from tokenmill.kernels import always, kernel, use_triton
+from tokenmill.kernels.matmul import PackedWeight, matmul
+from tokenmill.kernels.rows import (
+    Activation,
     QuantizedRows,
     Rounding,
-    matmul,
+    act_and_mul,
     quantize_rows,
 )
-from tokenmill.kernels.norm import Activation, act_and_mul
 
 MXFP4_BLOCK = 32  # weights that share a scale, which is a power of two
 MXFP4_BIAS = 127  # of a scale's exponent
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))  # of each four-bit code
-ROUTER_TILE = (1, 1024, 4, 3)  # of the few rows of W: a program each
 FEW_ROWS = 4  # up to here fp32 experts on CPU are faster one by one; the bits are the same
 
 
@@ -77,7 +67,9 @@ class PackedExperts:
         """Keep an expert's codes uint8 [n, k / 32, 16] and their scales uint8 [n, k / 32]."""
         self.n, self.k = blocks.shape[0], blocks.shape[1] * MXFP4_BLOCK
         if use_triton(blocks):
-            blocks, scales = triton_kernels("mxfp4").pack_expert(blocks, scales)
+            from tokenmill.kernels.gpu import mxfp4
+
+            blocks, scales = mxfp4.pack_expert(blocks, scales)
         self.data = self._kept(self.data, expert, blocks)
         self.scales = self._kept(self.scales, expert, scales)
 
@@ -126,24 +118,13 @@ def dequantize_mxfp4(
     return torch.ldexp(values[codes.int()], powers).flatten(-2).to(dtype)
 
 
+@kernel(gpu=always)
 def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """x[t, k] times the router's W[experts, k], in fp32 whatever x is: [t, experts]."""
-    if weight.tiled:
-        return matmul(x, weight)
-    if not use_triton(x):
-        return x.float() @ weight.data.float().T
-    out: torch.Tensor
-    kernels, num_tokens = triton_kernels("matmul"), x.shape[0]
-    if MODE.batch_invariant:
-        zeros = torch.zeros(num_tokens, weight.n, device=x.device)
-        out = kernels.matmul(x, weight, None, zeros)
-    elif num_tokens <= SKINNY_ROWS:
-        out = kernels.skinny_matmul(x, weight, tile=ROUTER_TILE, out_dtype=torch.float32)
-    else:
-        out = torch.mm(x, weight.data.T, out_dtype=torch.float32)
-    return out
+    return matmul(x, weight) if weight.tiled else x.float() @ weight.data.float().T
 
 
+@kernel(gpu=always, cpu=lambda logits: logits.dtype == torch.float32)
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -154,24 +135,6 @@ def route(
 
     `logit_bias` is added to the logits, `bias` to the scores for the choice alone.
     """
-    choose = route_reference
-    if use_triton(logits, "route"):
-        choose = gpu_twin(route_reference)
-    elif _compiled(logits):
-        choose = cpu_twin(route_reference)
-    return choose(logits, bias, routing, logit_bias)
-
-
-def _compiled(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32 and not x.is_cuda and cpu_kernels()
-
-
-def route_reference(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    routing: Routing,
-    logit_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits if logit_bias is None else logits + logit_bias
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
@@ -187,6 +150,11 @@ def route_reference(
     return ids.int(), weights * routing.scaling
 
 
+def _pays_tiled(x: torch.Tensor, gate_up: PackedExperts) -> bool:
+    return gate_up.tiled and (gate_up.scales is not None or x.shape[0] > FEW_ROWS)
+
+
+@kernel(gpu=always, cpu=_pays_tiled)
 def apply_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -195,62 +163,6 @@ def apply_experts(
     activation: Activation = "silu",
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
-    if not ids.numel():
-        return x.new_empty(0, down.n)
-    apply = gpu_twin(apply_experts_reference) if use_triton(x) else apply_experts_reference
-    if gate_up.tiled and (gate_up.scales is not None or x.shape[0] > FEW_ROWS):
-        apply = _apply_experts_tiled
-    return apply(x, ids, gate_up, down, activation)
-
-
-def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
-    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order.
-
-    The GPU's experts in MXFP4 may leave results in parts, [parts, t * top_k, n].
-    """
-    if not weights.numel():
-        return
-    add = gpu_twin(add_choices_reference) if use_triton(results) else add_choices_reference
-    if _compiled(results):
-        add = cpu_twin(add_choices_reference)
-    add(results, weights, add_to)
-
-
-def _apply_experts_tiled(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    activation: Activation = "silu",
-) -> torch.Tensor:
-    """All experts in two launches, over rows sorted by expert."""
-    order, segments = compiled("moe").sort_by_expert(ids, gate_up.num_experts)
-    rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
-    experts = ids.flatten()[order]
-    inner = _multiply(_pick(rows, order // ids.shape[1]), gate_up, segments, experts)
-    outer = _multiply(act_and_mul(inner, down.rounding, activation), down, segments, experts)
-    return torch.empty_like(outer).index_copy_(0, order, outer)
-
-
-def _multiply(
-    x: torch.Tensor | QuantizedRows, weight: PackedExperts, segments: object, experts: torch.Tensor
-) -> torch.Tensor:
-    """Each segment's rows x[m, k] by the weight of its expert, experts[m] by row: [m, n]."""
-    values, scales = x if isinstance(x, QuantizedRows) else (x, None)
-    out = torch.empty(values.shape[0], weight.n + -weight.n % 8)
-    compiled("grouped").multiply_segments(values, scales, weight.data, weight.scales, segments, out)
-    out = out[:, : weight.n].contiguous()
-    return out if weight.bias is None else out.add_(weight.bias[experts])
-
-
-def apply_experts_reference(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    activation: Activation = "silu",
-) -> torch.Tensor:
-    """Expert by expert, all its tokens at once."""
     flat, top_k = ids.flatten().long(), ids.shape[1]
     order = flat.argsort(stable=True)
     rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
@@ -258,7 +170,7 @@ def apply_experts_reference(
     counts = torch.bincount(flat, minlength=gate_up.num_experts).tolist()
     for expert, places in enumerate(order.split(counts)):
         if places.shape[0]:
-            inner = _product(_pick(rows, places // top_k), gate_up, expert, x.dtype)
+            inner = _product(pick_rows(rows, places // top_k), gate_up, expert, x.dtype)
             gated = act_and_mul(inner, down.rounding, activation)
             results[places] = _product(gated, down, expert, x.dtype)
     return results
@@ -272,9 +184,12 @@ def _product(
     return out if weight.bias is None else out.add_(weight.bias[expert])
 
 
-def add_choices_reference(
-    results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor
-) -> None:
+@kernel(gpu=always, cpu=lambda results: results.dtype == torch.float32)
+def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
+    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k], in this order.
+
+    The GPU's experts in MXFP4 may leave results in parts, [parts, t * top_k, n].
+    """
     by_token = results.unflatten(0, weights.shape)
     total = torch.zeros(add_to.shape, device=add_to.device)
     for choice in range(weights.shape[1]):
@@ -282,7 +197,7 @@ def add_choices_reference(
     add_to += total
 
 
-def _pick(x: torch.Tensor | QuantizedRows, rows: torch.Tensor) -> torch.Tensor | QuantizedRows:
+def pick_rows(x: torch.Tensor | QuantizedRows, rows: torch.Tensor) -> torch.Tensor | QuantizedRows:
     if isinstance(x, QuantizedRows):
         values = x.values
         if values.dtype.itemsize == 1:  # fp8 has no indexing of its own on CPU

@@ -12,8 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
-from tokenmill.kernels.attention import AttentionBatch, TilePlan, num_visited_keys
+from tokenmill.kernels import always, kernel
+from tokenmill.kernels.attention import (
+    AttentionBatch,
+    TilePlan,
+    num_visited_keys,
+    takes_full_tiles,
+)
 
 UNPACKED_BYTES = 2**28  # of keys and values that a step may unpack
 LEAST_VISITS = 3  # of a page, in the mean: to unpack it takes about as long as one visit spares
@@ -40,9 +45,7 @@ class Pages:
 
 def most_pages(v_cache: torch.Tensor) -> int:
     """How many pages of this cache a step may unpack; none where no kernel wants them."""
-    if not use_triton(v_cache) or v_cache.dtype != torch.float8_e4m3fn:
-        return 0
-    if not triton_kernels("attention").hopper_takes(v_cache):
+    if v_cache.dtype != torch.float8_e4m3fn or not takes_full_tiles(v_cache):
         return 0
     return UNPACKED_BYTES // (2 * v_cache[0].numel() * torch.bfloat16.itemsize)
 
@@ -76,13 +79,13 @@ def unpack_pages(
     """Both caches in bf16, with the pages of batch.pages alone, and the batch that reads them."""
     pages = batch.pages
     assert pages is not None
-    unpack = gpu_twin(unpack_reference) if use_triton(k_cache) else unpack_reference
     keys, values = unpack(k_cache, v_cache, batch.block_tables, pages.rows, pages.columns)
     tables = pages.numbers[:, None]
     return keys, values, replace(batch, block_tables=tables, table_rows=pages.firsts, pages=None)
 
 
-def unpack_reference(
+@kernel(gpu=always)
+def unpack(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tables: torch.Tensor,

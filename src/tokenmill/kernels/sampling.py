@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.kernels import gpu_twin, triton_kernels, use_triton
+from tokenmill.kernels import always, kernel
 
 LOGPROB_ROWS = 64  # rows of the vocabulary whose 64-bit sort keys are held at once
 
@@ -36,6 +36,13 @@ class Biases(NamedTuple):
     values: torch.Tensor  # fp32 [entries]
 
 
+class Masks(NamedTuple):
+    """What grammars allow: bit i of word w of a mask allows token 32 w + i of its row."""
+
+    numbers: torch.Tensor  # int32 [rows], which mask bounds a row of the logits; -1: none
+    words: torch.Tensor  # int32 [masks, ceil(vocab / 32)]
+
+
 class Filters(NamedTuple):
     """Temperature and filters of each row."""
 
@@ -54,37 +61,30 @@ class Logprobs(NamedTuple):
     best: torch.Tensor  # fp64 [rows, k]
 
 
+@kernel(gpu=always)
 def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
     """The id of each row's largest logit, the lowest of equals: [rows, vocab] -> int32 [rows].
 
     `least`, if that logit is not finite.
     """
-    best = gpu_twin(argmax_reference) if use_triton(logits) else argmax_reference
-    return best(logits, least)
-
-
-def argmax_reference(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
     best, ids = logits.max(-1)
     return torch.where(best.isfinite(), ids, least).int()
 
 
+@kernel(gpu=always)
+def masked(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
+    """A copy of logits [rows, vocab] that is -inf where the mask of a row does not allow it."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (masks.words[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]] > 0
+    own = allowed.index_select(0, masks.numbers.clamp(min=0).long())
+    return logits.where(own | (masks.numbers < 0)[:, None], -torch.inf)
+
+
+@kernel(gpu=always)
 def adjust(
     logits: torch.Tensor, penalties: Penalties | None, biases: Biases | None
 ) -> torch.Tensor:
     """An fp32 copy of logits [rows, vocab] after penalties and, on top of them, biases."""
-    if not use_triton(logits):
-        return adjust_reference(logits, penalties, biases)
-    logits = logits.to(torch.float32, copy=True)
-    if penalties is not None:
-        triton_kernels("sampling").penalise(logits, penalties)
-    if biases is not None:
-        triton_kernels("sampling").add_biases(logits, biases)
-    return logits
-
-
-def adjust_reference(
-    logits: torch.Tensor, penalties: Penalties | None, biases: Biases | None
-) -> torch.Tensor:
     logits = logits.to(torch.float32, copy=True)
     if penalties is not None:
         logits = _penalised(logits, penalties)
@@ -112,17 +112,11 @@ def _penalised(logits: torch.Tensor, p: Penalties) -> torch.Tensor:
     return torch.where(counts >= 0, changed, logits)
 
 
+@kernel(gpu=always)
 def sample(logits: torch.Tensor, filters: Filters, uniforms: torch.Tensor) -> torch.Tensor:
     """One token per row of logits [rows, vocab] by its number of fp64 [rows] -> int32 [rows]."""
-    draw = gpu_twin(sample_reference) if use_triton(logits) else sample_reference
-    return draw(logits, filters, uniforms)
-
-
-def sample_reference(
-    logits: torch.Tensor, filters: Filters, uniforms: torch.Tensor
-) -> torch.Tensor:
     logits = logits.float()
-    greedy = argmax_reference(logits)
+    greedy = argmax.reference(logits)
     weights = _weights(logits, logits, filters)
     weights = torch.where(logits >= _thresholds(logits, filters), weights, 0.0)
     sums = weights.double().cumsum(-1)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenmill.kernels import gpu_twin, use_triton
+from tokenmill.kernels import always, kernel
 
 TILE_ROWS = 128  # query rows of a program on a GPU
 
@@ -37,18 +37,12 @@ def plan_segments(lens: tuple[int, ...], device: torch.device) -> Segments:
     return Segments(lens, host.to(device, non_blocking=True))
 
 
+@kernel(gpu=always)
 def rotate_heads(qkv: torch.Tensor, cos_sin: torch.Tensor, num_heads: int, scale: float) -> None:
     """Rotate q (times `scale`) and k of qkv[t, 3 * heads * dim] in place.
 
     cos_sin[t, dim] has the cosines of a row's pairs, then their sines.
     """
-    rotate = gpu_twin(rotate_heads_reference) if use_triton(qkv) else rotate_heads_reference
-    rotate(qkv, cos_sin, num_heads, scale)
-
-
-def rotate_heads_reference(
-    qkv: torch.Tensor, cos_sin: torch.Tensor, num_heads: int, scale: float
-) -> None:
     heads = qkv.unflatten(1, (3, num_heads, -1))[:, :2]
     cos, sin = cos_sin[:, None, None].chunk(2, dim=-1)
     a, b = heads.float().chunk(2, dim=-1)
@@ -57,16 +51,9 @@ def rotate_heads_reference(
     heads.copy_(rotated)
 
 
+@kernel(gpu=always)
 def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> torch.Tensor:
     """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
-    if use_triton(qkv, "segment_attention"):
-        return gpu_twin(segment_attention_reference)(qkv, segments, num_heads)
-    return segment_attention_reference(qkv, segments, num_heads)
-
-
-def segment_attention_reference(
-    qkv: torch.Tensor, segments: Segments, num_heads: int
-) -> torch.Tensor:
     parts = []
     for rows in qkv.split(segments.lens):
         q, k, v = rows.unflatten(1, (3, num_heads, -1)).permute(1, 2, 0, 3)[:, None]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from tokenmill.kernels import compiled, cpu_kernels
+from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.matmul import PackedWeight
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.cpu.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +48,19 @@ class Heads:
     scale: float
 
 
-def make_stack(layers: list[DenseLayer], heads: Heads, eps: float) -> Any:
-    """A kernels.cpu.stack.Stack over these layers, or None where they run one by one."""
+def make_stack(layers: list[DenseLayer], heads: Heads, eps: float) -> Stack | None:
+    """These layers as one call, or None where they run one by one."""
     if not cpu_kernels() or not all(layer.plain for layer in layers):
         return None
-    if not compiled("attention").supports(heads.dim, heads.block_size):
+    if heads.dim % 16 or heads.block_size % 16:  # as fits_cpu_tiles() of attention
         return None
-    return compiled("stack").Stack(layers, heads, eps)
+    from tokenmill.kernels.cpu.stack import Stack
+
+    return Stack(layers, heads, eps)
 
 
 def run_stack(
-    stack: Any,
+    stack: Stack | None,
     x: torch.Tensor,
     kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
     cos_sin: torch.Tensor,

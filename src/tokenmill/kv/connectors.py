@@ -34,9 +34,10 @@ class KVLink:
     engine_id: str
     connectors: tuple[str, ...]  # the quickest first
     pages: SharedPages | None  # where the cache has to lie
+    weights: str  # their digest, as peers must have it
 
     @classmethod
-    def plan(cls, connector: str, device: str) -> KVLink | None:
+    def plan(cls, connector: str, device: str, weights: str) -> KVLink | None:
         """Choose the connectors; returns None if this engine's KV is not to move."""
         if connector == "none":
             return None
@@ -51,7 +52,7 @@ class KVLink:
                 raise ModelLoadError(f"kv_connector {connector}: {problem}")
         engine_id = uuid4().hex[:12]
         shared = any(CONNECTORS[name].needs_pages for name in names)
-        return cls(engine_id, names, SharedPages(engine_id) if shared else None)
+        return cls(engine_id, names, SharedPages(engine_id) if shared else None, weights)
 
     def open(
         self,
@@ -76,7 +77,8 @@ class KVLink:
         """Connectors over a cache, and how a peer reaches it."""
         # Layers of different groups share tensors.
         tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
-        return self.offer(tensors, geometry(spec, tensors, dtype, block_size), num_blocks)
+        shape = geometry(spec, self.weights, tensors, dtype, block_size)
+        return self.offer(tensors, shape, num_blocks)
 
     def offer(
         self, tensors: list[torch.Tensor], shape: KVGeometry, num_blocks: int
@@ -95,13 +97,14 @@ class KVLink:
 
 
 def geometry(
-    spec: ModelSpec, tensors: list[torch.Tensor], dtype: str, block_size: int
+    spec: ModelSpec, weights: str, tensors: list[torch.Tensor], dtype: str, block_size: int
 ) -> KVGeometry:
-    """Return the shape of the blocks, which must be equal in both engines."""
+    """Return what the blocks hold, which must be equal in both engines."""
     shape = (spec.family, spec.vocab_size, spec.hidden_size, spec.num_heads, spec.rope)
     rest = (spec.qk_norm, spec.layer_windows, spec.window_rope)
     return KVGeometry(
         model=blake2b(repr((shape, rest)).encode(), digest_size=8).hexdigest(),
+        weights=weights,
         dtype=dtype,
         layout=_LAYOUTS[tensors[0].device.type],
         num_layers=spec.num_layers,

@@ -95,7 +95,7 @@ class KVTransfer:
         self, scheduler: Scheduler, connectors: Iterable[Connector], address: KVAddress
     ) -> None:
         self.address = address
-        self._receiving, self._leases = scheduler.receiving, scheduler.leases
+        self._scheduler, self._leases = scheduler, scheduler.leases
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, Connector] = {}
         self._ranks: dict[str, list[str]] = {}  # the ranks of an engine, by its id
@@ -205,22 +205,23 @@ class KVTransfer:
         if entry is not None and entry.seq is not None:
             self._ended.append(entry)
 
-    def poll(self, now_ns: int, lose: Callable[[str, str, str], None]) -> None:
-        """Start reads, run what is complete, and end by `lose` what cannot be completed.
+    def poll(self, now_ns: int, abort_receive: Callable[[str, str, str], None]) -> None:
+        """Start reads, run what is complete, and abort what cannot be completed.
 
         To be called when all batches are over that were in flight at the last schedule().
         """
         self._now_ns = now_ns
-        for seq in self._receiving.take_started():
+        for seq in self._scheduler.admission.take_to_receive():
             entry = self._incoming.get(seq.request_id)
             if entry is not None and not seq.finished:
                 entry.seq, entry.num_started = seq, seq.num_inserted_blocks
             else:
-                self._receiving.release(seq)
+                self._scheduler.release(seq)
         for entry in list(self._incoming.values()):
             problem = self._advance(entry)
             if problem is not None:
-                lose(entry.request_id, "kv_transfer", f"KV of the prompt did not arrive: {problem}")
+                message = f"KV of the prompt did not arrive: {problem}"
+                abort_receive(entry.request_id, "kv_transfer", message)
         self._reap()
 
     def _advance(self, entry: _Incoming) -> str | None:
@@ -262,7 +263,7 @@ class KVTransfer:
             if len(entry.source) != num_blocks:
                 return f"{len(entry.source)} blocks were announced, {num_blocks} are needed"
             del self._incoming[entry.request_id]
-            self._receiving.received(seq, entry.token_id)
+            self._scheduler.receive(seq, entry.token_id)
             self._received.append(entry.request_id)
         return None
 
@@ -273,7 +274,7 @@ class KVTransfer:
             self._ended = [entry for entry in self._ended if entry not in over]
         for entry in over:
             assert entry.seq is not None
-            self._receiving.release(entry.seq)
+            self._scheduler.release(entry.seq)
 
 
 def _runs(source: list[int], target: list[int], first: int) -> list[Run]:

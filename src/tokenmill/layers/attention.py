@@ -45,9 +45,5 @@ class Attention:
         stream.add(self.out, attended, self.ranks, post_norm)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out
-
-    @property
     def num_bytes(self) -> int:
         return self.qkv.num_bytes + self.out.num_bytes

@@ -15,7 +15,7 @@ import torch
 
 from tokenmill.kernels.matmul import pack
 from tokenmill.kernels.moe import PackedExperts, apply_experts, dequantize_mxfp4
-from tokenmill.kernels.norm import Activation
+from tokenmill.kernels.rows import Activation
 from tokenmill.layers.linear import ComputeType, Device, Tensors, activation_dtype
 from tokenmill.parallel import ALONE, Exchange, Layout
 

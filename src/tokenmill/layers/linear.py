@@ -8,15 +8,13 @@ import torch
 
 from tokenmill.kernels.matmul import (
     PackedWeight,
-    QuantizedRows,
-    Rounding,
     adds_in_place,
     matmul,
     matmul_parts,
     pack,
-    quantize_rows,
     sum_parts,
 )
+from tokenmill.kernels.rows import QuantizedRows, Rounding, quantize_rows
 from tokenmill.parallel import ONE, Ranks
 
 ComputeType = Literal["fp32", "int8", "bf16", "fp8"]
@@ -56,10 +54,6 @@ class Linear:
         weights = [tensors[f"{name}.weight"] for name in names]
         biases = [tensors[key] for name in names if (key := f"{name}.bias") in tensors]
         return cls(weights, biases, dtype, device)
-
-    def to_fp8(self, channels: torch.Tensor | None = None) -> None:
-        """Replace the bf16 weight by an fp8 one that rounds these channels twice."""
-        self.weight = pack(self.weight.data, "fp8", self.weight.data.device, channels)
 
     @property
     def rounding(self) -> Rounding | None:

@@ -8,7 +8,7 @@ import torch
 
 from tokenmill.core.specs.moe import MoESpec
 from tokenmill.kernels.moe import Routing, add_choices, apply_experts, route, router_logits
-from tokenmill.kernels.norm import Activation, act_and_mul
+from tokenmill.kernels.rows import Activation, act_and_mul
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.linear import ComputeType, Device, Linear, Tensors, plain_type
 from tokenmill.layers.residual import Residual
@@ -126,10 +126,6 @@ class MoE:
         self.experts.combine(self.experts.dispatch(x, ids), self.activation)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.shared or ()
-
-    @property
     def num_bytes(self) -> int:
-        linears = [self.router, *self.linears]
+        linears: list[Linear] = [self.router, *(self.shared or ())]
         return self.experts.num_bytes + sum(linear.num_bytes for linear in linears)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels.matmul import QuantizedRows, Rounding
-from tokenmill.kernels.norm import Activation, norm_matmul, norm_matmul_gated, rms_norm
+from tokenmill.kernels.matmul import norm_matmul, norm_matmul_gated
+from tokenmill.kernels.rows import Activation, QuantizedRows, Rounding, rms_norm
 from tokenmill.layers.linear import Linear
 from tokenmill.parallel import ONE, Ranks
 

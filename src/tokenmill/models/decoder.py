@@ -10,7 +10,7 @@ import torch
 from tokenmill.core.kv_groups import layer_groups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.norm import Activation
+from tokenmill.kernels.rows import Activation
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.images import ImageEncoder, StepRows
@@ -44,8 +44,6 @@ class Layer(Protocol):
         cos_sin: torch.Tensor,
         batch: AttentionBatch,
     ) -> None: ...
-    @property
-    def linears(self) -> tuple[Linear, ...]: ...
     @property
     def num_bytes(self) -> int: ...
 
@@ -136,7 +134,6 @@ class Decoder:
     ) -> None:
         self.full, self.layout, self.spec = spec, layout, local_spec(spec, layout)
         self.dtype, self.device = dtype, device
-        self.stream: Callable[[torch.Tensor, float], Residual] = Residual
         self.visual: ImageEncoder | None = None
         self.read_layers: tuple[int, ...] = ()  # an EAGLE-3 head reads the states that enter them
         self._read_states: torch.Tensor | None = None  # of the last step
@@ -195,7 +192,7 @@ class Decoder:
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """Embedded tokens through all layers."""
-        stream = self.stream(x, self.spec.rms_eps)
+        stream = Residual(x, self.spec.rms_eps)
         parts = self.layers, kv_cache, self.cos_sin, self._batches(batch)
         states: dict[int, torch.Tensor] = {}
         for index, (layer, cache, table, own) in enumerate(zip(*parts, strict=True)):
@@ -247,11 +244,6 @@ class Decoder:
     def experts(self) -> list[RoutedExperts]:
         """Those of all layers that have some."""
         return [layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE)]
-
-    @property
-    def linears(self) -> list[Linear]:
-        """The products of all layers; the head and routed experts are not among them."""
-        return [linear for layer in self.layers for linear in layer.linears]
 
     @property
     def num_bytes(self) -> int:

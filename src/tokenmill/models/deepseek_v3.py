@@ -18,11 +18,10 @@ from tokenmill.core.specs.rope import mscale, rope_fields
 from tokenmill.core.specs.spec import ModelSpec, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.matmul import pack
+from tokenmill.kernels.matmul import norm_matmul, pack
 from tokenmill.kernels.mla import latent_attention, latent_cache, per_head
 from tokenmill.kernels.moe import PackedExperts
-from tokenmill.kernels.norm import norm_matmul
-from tokenmill.layers.linear import Linear, plain_type
+from tokenmill.layers.linear import plain_type
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
 from tokenmill.models.family import Architecture, Family, Shape
@@ -199,13 +198,9 @@ class LatentAttention:
         return per_head(latents, self.out_of).flatten(1)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.down,) if self.q_up is None else (self.down, self.q_up)
-
-    @property
     def num_bytes(self) -> int:
-        unpacked = self.into.num_bytes + self.out_of.num_bytes
-        return unpacked + sum(linear.num_bytes for linear in self.linears)
+        unpacked = self.into.num_bytes + self.out_of.num_bytes + self.down.num_bytes
+        return unpacked + (0 if self.q_up is None else self.q_up.num_bytes)
 
 
 class DecoderLayer:
@@ -229,10 +224,6 @@ class DecoderLayer:
         attended = self.attention(stream, self.norm, cache, cos_sin, batch)
         stream.add(self.out, attended, self.ranks)
         self.mlp(stream)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return *self.attention.linears, self.out, *self.mlp.linears
 
     @property
     def num_bytes(self) -> int:

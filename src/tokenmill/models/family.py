@@ -11,8 +11,6 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 
 if TYPE_CHECKING:
-    from tokenmill.layers.images import ImageEncoder
-    from tokenmill.layers.linear import ComputeType, Device, Tensors
     from tokenmill.models.decoder import Decoder
 
 Shape = tuple[int, ...]
@@ -84,14 +82,6 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderPart:
-    """The vision encoder of a family, by itself."""
-
-    prefix: str  # of its tensors' names
-    load: Callable[[ModelSpec, Tensors, ComputeType, Device], ImageEncoder]
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """All of a family; FAMILY at the end of its module."""
 
@@ -100,4 +90,3 @@ class Family:
     layer_tensors: Callable[[ModelSpec, int], dict[str, Shape]]  # of layer i: short name -> shape
     model: type[Decoder]
     outer_tensors: Callable[[ModelSpec], dict[str, Shape]] = lambda spec: {}  # of no text layer
-    encoder: EncoderPart | None = None  # of a model that takes images

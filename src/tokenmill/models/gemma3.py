@@ -16,7 +16,6 @@ from tokenmill.core.specs.rope import RopeSpec, read_rope
 from tokenmill.core.specs.spec import ModelSpec, Windows, listed_windows, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.layers.linear import Linear
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
 from tokenmill.models.family import Architecture, Family, Shape
@@ -131,10 +130,6 @@ class DecoderLayer:
         """Add this layer's attention and MLP to the stream."""
         self.attention(stream, self.norm, cache, cos_sin, batch, self.post_norm)
         self.mlp(stream)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return *self.attention.linears, *self.mlp.linears
 
     @property
     def num_bytes(self) -> int:

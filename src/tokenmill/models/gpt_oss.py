@@ -18,8 +18,7 @@ from tokenmill.core.specs.quantization import MXFP4_BLOCK, read_mxfp4
 from tokenmill.core.specs.spec import ModelSpec, Windows, listed_windows, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.norm import ClampedSwiGLU
-from tokenmill.layers.linear import Linear
+from tokenmill.kernels.rows import ClampedSwiGLU
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors
 from tokenmill.models.family import Architecture, Family, Shape
@@ -125,10 +124,6 @@ class DecoderLayer:
         """Add this layer's attention and experts to the stream."""
         self.attention(stream, self.norm, cache, cos_sin, batch)
         self.mlp(stream)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return *self.attention.linears, *self.mlp.linears
 
     @property
     def num_bytes(self) -> int:

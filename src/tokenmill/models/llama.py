@@ -16,7 +16,6 @@ from tokenmill.core.specs.spec import ModelSpec, even_windows, read_common
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.stack import DenseLayer, Heads, make_stack, run_stack
-from tokenmill.layers.linear import Linear
 from tokenmill.layers.mlp import MLP
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, KVCache, LayerTensors
@@ -63,10 +62,6 @@ class DecoderLayer:
         self.mlp(stream)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return *self.attention.linears, *self.mlp.linears
-
-    @property
     def num_bytes(self) -> int:
         return self.attention.num_bytes + self.mlp.num_bytes
 
@@ -98,9 +93,8 @@ class Llama(Decoder):
     layer_type = DecoderLayer
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
-        """On CPU in one call, where all layers are alike and nobody looks at the stream."""
-        seen = self.stream is not Residual or self.read_layers
-        if x.is_cuda or seen or not self._run_stack(x, kv_cache, batch):
+        """On CPU in one call, where all layers are alike and no draft head reads between them."""
+        if x.is_cuda or self.read_layers or not self._run_stack(x, kv_cache, batch):
             return super().run_layers(x, kv_cache, batch)
         return x
 

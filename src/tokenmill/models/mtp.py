@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.norm import norm_pair
+from tokenmill.kernels.rows import norm_pair
 from tokenmill.layers.linear import ComputeType
 from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import Decoder, LayerTensors

@@ -20,9 +20,10 @@ from tokenmill.core.specs.vision import read_vision
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.images import StepRows
-from tokenmill.layers.linear import ComputeType, Device, Tensors
+from tokenmill.layers.linear import Tensors
+from tokenmill.layers.residual import Residual
 from tokenmill.models.decoder import KVCache, Layer
-from tokenmill.models.family import Architecture, EncoderPart, Family, Shape
+from tokenmill.models.family import Architecture, Family, Shape
 from tokenmill.models.llama import Llama
 from tokenmill.models.names import attention_tensors, feed_forward_tensors, norm_tensors
 from tokenmill.models.qwen import read_experts
@@ -142,10 +143,10 @@ class Qwen3VL(Llama):
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
         layers, outer = super()._load(tensors)
         names = [name for name in outer if name.startswith(_VISUAL)]
-        own = {name: outer.pop(name) for name in names}
+        own = {name.removeprefix(_VISUAL): outer.pop(name) for name in names}
         assert self.full.vision is not None
         if own:
-            self.visual = _load_encoder(self.full, own, self.dtype, self.device)
+            self.visual = VisionEncoder(self.full.vision, own, self.dtype, self.device)
         self.axes = _axes(self.full.vision.rope_sections).to(self.device)
         return layers, outer
 
@@ -159,7 +160,7 @@ class Qwen3VL(Llama):
         """As Decoder.forward(), where rows of images have their features and positions."""
         if images is None:
             return super().forward(token_ids, kv_cache, batch)
-        stream = self.stream(images.embed(self.embedding(token_ids)), self.spec.rms_eps)
+        stream = Residual(images.embed(self.embedding(token_ids)), self.spec.rms_eps)
         table, own = self._rotations(batch, images)
         for index, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
             layer(stream, cache, table, own)
@@ -191,19 +192,10 @@ def _axes(sections: tuple[int, int, int]) -> torch.Tensor:
     return axes
 
 
-def _load_encoder(
-    spec: ModelSpec, tensors: Tensors, dtype: ComputeType, device: Device
-) -> VisionEncoder:
-    assert spec.vision is not None
-    own = {name.removeprefix(_VISUAL): tensor for name, tensor in tensors.items()}
-    return VisionEncoder(spec.vision, own, dtype, device)
-
-
 FAMILY = Family(
     ARCHITECTURES,
     read_spec,
     layer_tensors,
     Qwen3VL,
     outer_tensors,
-    EncoderPart(_VISUAL, _load_encoder),
 )

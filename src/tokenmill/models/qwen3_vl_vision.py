@@ -17,7 +17,7 @@ from tokenmill.core.images import Grid
 from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.kernels.matmul import matmul_gelu
-from tokenmill.kernels.norm import layer_norm
+from tokenmill.kernels.rows import layer_norm
 from tokenmill.kernels.segments import plan_segments, rotate_heads, segment_attention
 from tokenmill.layers.images import BegunPatches, Places
 from tokenmill.layers.linear import (

@@ -68,19 +68,6 @@ class Accelerator:
         memory = self.measured.get("memory_bytes_per_s", self.memory_bytes_per_s)
         return replace(self, flops=self.flops | own, memory_bytes_per_s=memory)
 
-    def as_reached(self) -> Accelerator:
-        """With measured rates; a GPU without falls as short of its datasheet as H200 of its own."""
-        if self.measured:
-            return self.as_measured()
-        sheet = find_gpu("h200")
-        ours = sheet.as_measured()
-        shares = {dtype: ours.flops[dtype] / sheet.flops[dtype] for dtype in ("bf16", "fp8")}
-        flops = {
-            dtype: rate * shares.get(dtype, shares["fp8"]) for dtype, rate in self.flops.items()
-        }
-        memory = self.memory_bytes_per_s * ours.memory_bytes_per_s / sheet.memory_bytes_per_s
-        return replace(self, flops=flops, memory_bytes_per_s=memory)
-
     def link(self, num_gpus: int) -> float:
         """Bytes per second between the GPUs of a group of this size, one direction."""
         inside = num_gpus <= self.domain_gpus

@@ -226,7 +226,8 @@ class Reproducer:
         """All events in order; stops at the first batch that differs."""
         calls = {name: getattr(self, f"_{name}") for name in ("add", "abort", "schedule")}
         calls |= {name: getattr(self, f"_{name}") for name in ("advance", "update", "end")}
-        calls |= {"preempt": self._preempt, "fail": self._fail}
+        calls |= {"preempt": self._preempt, "fail": self._fail, "unsampled": self._unsampled}
+        calls["hold"] = lambda numbers: self._scheduler.hold(set(map(str, numbers)))
         for event in self._record.events:
             calls[event[0]](*event[1:])
             if self.found.first_difference is not None:
@@ -267,6 +268,9 @@ class Reproducer:
     def _advance(self, number: int) -> None:
         self._scheduler.advance(self._batches[number][0])
 
+    def _unsampled(self, number: int, indexes: list[int]) -> None:
+        self._batches[number][0].unsampled = indexes
+
     def _update(
         self,
         number: int,
@@ -280,9 +284,11 @@ class Reproducer:
         self.found.steps.append(replace(sample, time_ms=time_ms))
         self._last_ns = ended_ns
         pairs = zip(batch.items, counts, strict=True)
-        tokens = [self._record.next_tokens(seq, count) for (seq, _), count in pairs]
+        tokens = [self._record.next_tokens(seq, max(count, 0)) for (seq, _), count in pairs]
+        errors = {index: "recorded" for index, count in enumerate(counts) if count < 0}
         guessed = None if drafts is None else [[DRAFT] * count for count in drafts]
-        for output in self._scheduler.update(batch, StepResult(tokens, draft_ids=guessed)):
+        result = StepResult(tokens, draft_ids=guessed, errors=errors)
+        for output in self._scheduler.update(batch, result):
             if output.token_ids:
                 self.found.times[int(output.request_id)].record(ended_ns, len(output.token_ids))
 

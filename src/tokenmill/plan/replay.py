@@ -19,6 +19,10 @@ from tokenmill.core.kv_events import EventBatch, EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
+from tokenmill.engine_events.engine_blocks import salt_of
+from tokenmill.engine_events.publisher import engine_event
+from tokenmill.engine_events.told_caches import ToldCaches
+from tokenmill.engine_events.wire import EngineBatch, decode_batch, encode_batch
 from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.load_report import Announcement, LoadAccount
 from tokenmill.routing.router import Router
@@ -68,6 +72,9 @@ class ReplayConfig:
     timing: StepTiming = field(default_factory=StepTiming)
     num_fronts: int = 1
     report_delay_ms: float = 0.0  # until what a worker tells has reached the fronts
+    # The router stands before servers and hears of their caches by the events that they publish,
+    # as `tokenmill route` does; of their steps it sees the first tokens and the ends of answers.
+    by_events: bool = False
 
 
 class SimWorker:
@@ -78,6 +85,8 @@ class SimWorker:
         self._timing = config.timing
         self._pool = BlockPool(config.num_blocks, config.block_size)
         self._publisher = EventPublisher(self._pool.record_events())
+        if config.by_events:
+            self._publisher.record_tokens()
         limits = SchedulerConfig(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
@@ -142,8 +151,11 @@ class Replay:
         self._trace = trace
         self._config = config
         self._fronts = [f"front-{number}" for number in range(config.num_fronts)]
+        self._by_events = config.by_events
+        told = ToldCaches(config.block_size, router.predict_s) if config.by_events else None
+        known = router.events and not config.by_events
         self._routers = {
-            front: Router(replace(router, seed=router.seed + number), front)
+            front: Router(replace(router, seed=router.seed + number, events=known), front)
             for number, front in enumerate(self._fronts)
         }
         self._front_of: dict[str, str] = {}  # by request
@@ -156,6 +168,12 @@ class Replay:
         for name, front in product(names, self._fronts):
             self._routers[front].add_worker(name)
             self._workers[name].account.front_joined(front)
+        for made in self._routers.values():
+            made.told = told
+        if told is not None:
+            for name in names:
+                told.begin(name, 0, "events")
+        self._told = told
         self._events = router.events
         self._time = VirtualTime()
         self._report_ns = REPORT_NS
@@ -172,7 +190,7 @@ class Replay:
         for number, request in enumerate(self._trace):
             arrival_ns = START_NS + round(request.arrival_ms * NS_PER_MS)
             self._time.run(arrival_ns)
-            if arrival_ns >= self._report_ns:
+            if arrival_ns >= self._report_ns and not self._by_events:
                 self._report_ns = arrival_ns + REPORT_NS
                 rates = fit_rates(self._sums())
                 for router in self._routers.values():
@@ -200,22 +218,38 @@ class Replay:
         self._start(name, now_ns)
 
     def _progress(self, worker: SimWorker, request_id: str, num_tokens: int) -> None:
-        self._router_of(request_id).prefill_progress(request_id, num_tokens)
+        if not self._by_events:
+            self._router_of(request_id).prefill_progress(request_id, num_tokens)
         worker.account.progress(request_id, num_tokens)
 
     def _router_of(self, request_id: str) -> Router:
         return self._routers[self._front_of[request_id]]
 
     def _seeing(self, outputs: list[RequestOutput]) -> Items[str]:
-        """The fronts that see a step end: with one it is always that one."""
+        """The fronts that see a step end: with one it is always that one.
+
+        A router sees the pieces of streams, and learns of other steps by events.
+        """
         if len(self._fronts) == 1:
-            return self._fronts
+            return () if self._by_events and not outputs else self._fronts
         return sorted({self._front_of[output.request_id] for output in outputs})
 
     def _tell_events(self, worker: SimWorker, now_ns: int) -> None:
         events = worker.take_events()
-        if events is not None:
+        if events is not None and self._told is not None:
+            self._publish(worker.name, events, self._told, now_ns)
+        elif events is not None:
             self._tell(now_ns, partial(worker.tell, events))
+
+    def _publish(self, name: str, events: EventBatch, told: ToldCaches, now_ns: int) -> None:
+        """Pass events on as a server publishes them and a router reads them."""
+        batch = EngineBatch(now_ns / 1e9, [engine_event(event) for event in events.events])
+        payload = encode_batch(batch)
+
+        def hear(router: Router, now_s: float) -> None:
+            router.told_step(name, told.take(name, 0, decode_batch(payload)), now_s)
+
+        self._tell(now_ns, hear, HOP_NS)
 
     def _tell_load(self, name: str, now_ns: int, at_once: bool) -> None:
         """Report a worker's load to all fronts, if there are several and it is time."""
@@ -250,7 +284,8 @@ class Replay:
         prompt = request.prompt(self._config.trace_block_tokens)
         front = self._rng.choice(self._fronts)
         self._front_of[request_id] = front
-        decision = self._routers[front].route(request_id, prompt, now_ns / 1e9)
+        salt = salt_of("", "")
+        decision = self._routers[front].route(request_id, prompt, now_ns / 1e9, told_salt=salt)
         name, worker = decision.worker, self._workers[decision.worker]
         num_prompt, size = decision.num_prompt_tokens, self._config.block_size
         uncached = num_prompt - decision.num_cached_tokens

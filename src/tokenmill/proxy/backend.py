@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
 from tokenmill.core.config import RouteConfig
-from tokenmill.core.types import TokenmillError
 from tokenmill.http_connection import Headers
+from tokenmill.proxy.backend_address import BackendAddress
 from tokenmill.proxy.upstream import Answer, ConnectError, Upstream, UpstreamError
 from tokenmill.workers.slot import Rate
 
@@ -23,44 +22,8 @@ _log = logging.getLogger(__name__)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 30.0
 MAX_REST_S = 5.0  # a busy backend is left alone for so long at most
 PROBE_TIMEOUT_S = 10.0
+MAX_MODELS_BYTES = 4 << 20
 State = Literal["starting", "ready", "failed"]
-
-
-class BackendError(TokenmillError):
-    """A backend's URL cannot be used; the message names the flag."""
-
-
-def base_url(url: str) -> str:
-    """A backend's URL without /v1 and what may follow it; raises BackendError."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment or parts.username is not None:
-        raise BackendError(f"--backend must be http://HOST:PORT or https://..., got {url!r}")
-    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{parts.scheme}://{parts.netloc.lower()}{path}"
-
-
-def base_urls(urls: tuple[str, ...]) -> list[str]:
-    """The backends' URLs; raises BackendError when there is none or one stands there twice."""
-    if not urls:
-        raise BackendError(
-            "--backend is missing: give the URL of each server, such as http://10.0.0.1:8000"
-        )
-    found: dict[str, str] = {}
-    for url in urls:
-        base = base_url(url)
-        if name_of(base) in found:
-            raise BackendError(f"--backend {url} is given twice")
-        found[name_of(base)] = base
-    return list(found.values())
-
-
-def name_of(url: str) -> str:
-    """A backend's name: its URL without the scheme."""
-    return url.partition("://")[2]
 
 
 class Backend:
@@ -69,9 +32,11 @@ class Backend:
     One that is down is asked after a pause that doubles each time.
     """
 
-    def __init__(self, url: str, config: RouteConfig, on_change: Callable[[Backend], None]) -> None:
-        self.name = name_of(url)
-        self.upstream = Upstream(url, config.connect_timeout_s)
+    def __init__(
+        self, address: BackendAddress, config: RouteConfig, on_change: Callable[[Backend], None]
+    ) -> None:
+        self.name = address.name
+        self.upstream = Upstream(address.url, config.connect_timeout_s)
         self.state: State = "starting"
         self.models: dict[str, Any] = {}  # cards by id, as the backend has them
         self.num_open = 0
@@ -81,7 +46,8 @@ class Backend:
         self.num_prompt_tokens = 0
         self.num_overlap_tokens = 0
         self.num_failures = 0
-        self.num_returns = 0
+        self.num_returns = 0  # times that it was up again
+        self._was_ready = False
         self.last_failure = ""
         self.tokens = Rate()
         self.rests_until_s = 0.0  # it said that it is busy
@@ -158,9 +124,9 @@ class Backend:
             self.models = cards
         if not self.ready:
             if self.state == "failed":
-                _log.warning("backend %s is back", self.name)
-                self.num_returns += 1
-            self.state = "ready"
+                self.num_returns += self._was_ready
+                _log.warning("backend %s is %s", self.name, "back" if self._was_ready else "up")
+            self.state, self._was_ready = "ready", True
             self._on_change(self)
 
 
@@ -170,9 +136,7 @@ async def ask_models(backend: Backend, headers: Headers) -> tuple[int, dict[str,
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await backend.upstream.send(answer, "GET", b"/v1/models", headers)
-            body = b""
-            while data := await answer.read():
-                body += data
+            body = await answer.read_whole(MAX_MODELS_BYTES)
     except TimeoutError:
         raise UpstreamError(f"no answer within {PROBE_TIMEOUT_S:g} s") from None
     finally:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from tokenmill.core.config import RouteConfig, RouterConfig
+from tokenmill.engine_events.engine_blocks import salt_of
+from tokenmill.engine_events.told_caches import ToldCaches
+from tokenmill.engine_events.wire import EngineBatch
 from tokenmill.http_connection import Headers
-from tokenmill.proxy.backend import Backend, ask_models, base_urls
+from tokenmill.proxy.backend import Backend, ask_models
+from tokenmill.proxy.backend_address import BackendAddress, read_backends
 from tokenmill.proxy.call_prompt import RoutedPrompt
+from tokenmill.proxy.event_source import EventCounts, EventSource, Listener
 from tokenmill.proxy.response_owners import ResponseOwners
 from tokenmill.proxy.upstream import UpstreamError
-from tokenmill.routing.router import Decision, NoWorkerError, Router
-from tokenmill.workers.fronts.control import (
-    CallAnswered,
-    CallBegan,
-    CallEnded,
-    CallNews,
-    ResponseStored,
-)
+from tokenmill.routing.router import Basis, Decision, NoWorkerError, Router
+from tokenmill.routing.suspects import OpenEntry, Suspects
 from tokenmill.workers.pool_view import Choices, PoolView, WorkerView, policy_view
 
 _log = logging.getLogger(__name__)
@@ -45,30 +45,24 @@ class Attempt:
 
 
 class Backends:
-    """Routes calls over servers that do not report their caches: these are predicted.
+    """Routes calls over servers; what those without events have cached is assumed."""
 
-    With a `tell` there are other fronts, which hear of each call and of its end.
-    """
-
-    def __init__(
-        self,
-        config: RouteConfig,
-        router: RouterConfig,
-        front: str = "",
-        tell: Callable[[CallNews], None] | None = None,
-    ) -> None:
-        self._router = Router(replace(router, events=False), front, announces=tell is not None)
-        made = [Backend(url, config, self._on_change) for url in base_urls(config.backends)]
+    def __init__(self, config: RouteConfig, router: RouterConfig) -> None:
+        self.config = config
+        self._router = Router(replace(router, events=False))
+        addresses = read_backends(config.backends)
+        made = [Backend(address, config, self._on_change) for address in addresses]
+        self._told = ToldCaches(router.block_size, router.predict_s)
+        self._counts = {a.name: EventCounts() for a in addresses if a.streams}
+        self._sources = [source for address in addresses for source in self._sources_of(address)]
+        if self._sources:
+            self._router.told = self._told
         self._all = {backend.name: backend for backend in made}
         self._choices = Choices()
         self.owners = ResponseOwners()
         self._numbers = count(1)
-        self._prefix = f"{front}-" if front else ""
-        self._tell = tell
-        if tell is not None:
-            self.owners.on_new = lambda *stored: tell(ResponseStored(*stored))
-        self._open: dict[str, Attempt] = {}
-        self._theirs: dict[str, str] = {}  # fronts by their open calls
+        self._suspects: Suspects[OpenEntry] = Suspects(config.max_migrations)
+        self._held: list[asyncio.Future[None]] = []  # suspects that wait for another one
         self.num_moved = 0  # calls that a second backend was tried for
 
     @property
@@ -77,14 +71,17 @@ class Backends:
 
     async def start(self) -> None:
         """Check every backend once; the checks then go on in the background."""
+        for source in self._sources:
+            source.start()
         await asyncio.gather(*(backend.start() for backend in self._all.values()))
 
     async def close(self) -> None:
+        await asyncio.gather(*(source.close() for source in self._sources))
         await asyncio.gather(*(backend.close() for backend in self._all.values()))
 
     def new_call(self) -> str:
         """An id that no other call has."""
-        return f"{self._prefix}call-{next(self._numbers)}"
+        return f"call-{next(self._numbers)}"
 
     def choose(
         self, call_id: str, prompt: RoutedPrompt, tried: Collection[str], only: str | None = None
@@ -98,13 +95,12 @@ class Backends:
             without = self._left_out(prompt.model, tried, now_s)
             if only is not None:
                 without = {name for name in self._all if name != only or name in tried}
-            decision = self._router.route(call_id, prompt.token_ids, now_s, prompt.salt, without)
+            decision = self._router.route(
+                *(call_id, prompt.token_ids, now_s, prompt.salt, without), self._told_salt(prompt)
+            )
         except NoWorkerError:
             return None
         attempt = Attempt(call_id, self._all[decision.worker], decision)
-        self._open[call_id] = attempt
-        if self._tell is not None and decision.announcement is not None:
-            self._tell(CallBegan(call_id, decision.announcement))
         self._count(attempt)
         self.num_moved += bool(tried)
         self._choices.add(call_id, decision)
@@ -119,6 +115,37 @@ class Backends:
         backend.num_prompt_tokens += decision.num_prompt_tokens
         backend.num_overlap_tokens += decision.num_cached_tokens
 
+    # A call that seems to kill backends (routing/suspects.py).
+
+    def may_go(self, call: OpenEntry) -> bool:
+        """False while a call must wait because another one is tried alone."""
+        return self._suspects.may_go(call)
+
+    async def wait(self) -> None:
+        """Wait until another suspect may be tried, or somebody calls wake()."""
+        self._held.append(asyncio.get_running_loop().create_future())
+        await self._held[-1]
+
+    def wake(self) -> None:
+        """Let those that wait look again."""
+        held, self._held = self._held, []
+        for waiter in held:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def died(self, call: OpenEntry) -> bool:
+        """A backend was lost with a call; True: it is the cause, as far as can be told."""
+        causes = self._suspects.died([call])
+        self.wake()
+        return bool(causes)
+
+    def ended(self, call: OpenEntry) -> None:
+        """A call has ended, or will not be sent again."""
+        if self._suspects.ended(call):
+            self.wake()
+
+    # What becomes of an attempt.
+
     def first_byte(self, attempt: Attempt) -> None:
         """The prompt of a call is computed."""
         if attempt.is_pending:
@@ -127,50 +154,17 @@ class Backends:
             attempt.backend.queued_tokens -= attempt.num_uncached
             self._router.prefill_done(attempt.call_id)
             self._router.stepped(attempt.backend.name, time.monotonic())
-            if self._tell is not None:
-                self._tell(CallAnswered(attempt.call_id, attempt.backend.name))
+
+    def stepped(self, attempt: Attempt) -> None:
+        """A piece of a stream came: with events, the steps of a backend are counted by both."""
+        if attempt.backend.name in self._counts:
+            self._router.stepped(attempt.backend.name, time.monotonic())
 
     def end(self, attempt: Attempt) -> None:
         """A backend is done with a call, or will not do it."""
         self.first_byte(attempt)
         attempt.backend.num_open -= 1
-        del self._open[attempt.call_id]
         self._router.free(attempt.call_id, attempt.num_output_tokens)
-        if self._tell is not None:
-            self._tell(CallEnded(attempt.call_id, attempt.num_output_tokens))
-
-    # Calls of other fronts.
-
-    def heard(self, message: CallNews) -> None:
-        """Take what another front does with a call; what is not known is ignored."""
-        now_s = time.monotonic()
-        match message:
-            case CallBegan(call_id=call_id, told=told) if call_id not in self._theirs:
-                self._theirs[call_id] = told.front
-                self._router.adopt_call(call_id, told, now_s, message.is_new)
-            case CallAnswered(call_id=call_id, backend=backend):
-                self._router.prefill_done(call_id)
-                self._router.stepped(backend, now_s)
-            case CallEnded(call_id=call_id):
-                self._theirs.pop(call_id, None)
-                self._router.free(call_id, message.num_output_tokens)
-            case ResponseStored(response_id=response_id, backend=backend):
-                self.owners.hear(response_id, backend)
-
-    def front_gone(self, front: str) -> None:
-        """Another front is gone: its calls have ended."""
-        for call_id in [call_id for call_id, theirs in self._theirs.items() if theirs == front]:
-            del self._theirs[call_id]
-            self._router.free(call_id)
-
-    def tell_open(self) -> None:
-        """Tell a front that has come what is open; where prompts are cached it learns by itself."""
-        for call_id, attempt in self._open.items():
-            told = attempt.decision.announcement
-            if self._tell is not None and told is not None:
-                queued = told.queued_tokens if attempt.is_pending else 0
-                told = replace(told, queued_tokens=queued, hashes=[], prefix=None)
-                self._tell(CallBegan(call_id, told, is_new=False))
 
     async def models(self, headers: Headers) -> list[Any]:
         """The cards of all models, asked for with the client's headers where there is no key."""
@@ -218,6 +212,33 @@ class Backends:
         resting = out.union(b.name for b in backends if b.rests_until_s > now_s)
         return resting if set(self._router.workers).difference(resting) else out
 
+    def _sources_of(self, address: BackendAddress) -> list[EventSource]:
+        """What follows the events of a backend."""
+        name, told = address.name, self._told
+        sources = []
+        for number, stream in enumerate(address.streams):
+            begin, take = partial(told.begin, name, number), partial(self._take, name, number)
+            listener = Listener(begin, partial(self._restarted, name, number), take)
+            sources.append(EventSource(name, stream, listener, self._counts[name]))
+        return sources
+
+    def _take(self, name: str, stream: int, batch: EngineBatch) -> None:
+        """Take events, which tell of a step, too."""
+        num_tokens = self._told.take(name, stream, batch)
+        self._router.told_step(name, num_tokens, time.monotonic())
+
+    def _restarted(self, name: str, stream: int) -> None:
+        self._told.restart(name, stream)
+        self._router.forget_cache(name)
+
+    def _told_salt(self, prompt: RoutedPrompt) -> str | None:
+        """What stands before a prompt in events, which name adapters but no models."""
+        if not prompt.is_exact:
+            return None
+        cards = (b.models.get(prompt.model) for b in self._all.values())
+        is_adapter = any(isinstance(card, dict) and card.get("parent") for card in cards)
+        return salt_of(prompt.model if is_adapter else "", prompt.cache_salt)
+
     def _on_change(self, backend: Backend) -> None:
         if backend.ready:
             self._router.add_worker(backend.name)
@@ -226,6 +247,9 @@ class Backends:
 
     def _worker_view(self, backend: Backend) -> WorkerView:
         known = backend.name in self._router.workers
+        counts = self._counts.get(backend.name)
+        basis: Basis = "assumed" if counts is None else self._told.basis(backend.name)
+        assumed = self._router.index.num_blocks(backend.name) if known else 0
         return WorkerView(
             name=backend.name,
             role="backend",
@@ -236,14 +260,17 @@ class Backends:
             queued_tokens=backend.queued_tokens,
             kv_blocks=0,
             kv_blocks_used=0,
-            cached_blocks=self._router.index.num_blocks(backend.name) if known else 0,
+            cached_blocks=assumed if basis != "events" else self._told.num_blocks(backend.name),
             routed=backend.num_routed,
             routed_tokens=backend.num_prompt_tokens,
             overlap_tokens=backend.num_overlap_tokens,
             tokens_per_s=round(backend.tokens.per_s(), 1),
             output_tokens=backend.tokens.total,
-            restarts=backend.num_returns,
+            restarts=0,  # by the router
             failures=backend.num_failures,
             hangs=0,
             last_failure=backend.last_failure,
+            cache_basis=basis,
+            event_batches={} if counts is None else asdict(counts),
+            returns=backend.num_returns,
         )

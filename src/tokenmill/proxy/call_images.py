@@ -15,6 +15,7 @@ from tokenmill.api.protocol.images import WantedImage, mark_images, wanted_parts
 from tokenmill.api.protocol.requests import Message, PixelBounds
 from tokenmill.core.images import Grid, ImageInput, content_ids
 from tokenmill.core.types import ImageError
+from tokenmill.vision.image_headers import checked_size
 from tokenmill.vision.placing import place_images
 from tokenmill.vision.processor import ImageProcessor, smart_resize
 
@@ -62,8 +63,6 @@ def size_of(url: str) -> tuple[int, int] | None:
     if not comma or not head.lower().endswith(";base64"):
         return None
     try:
-        from tokenmill.vision.image_files import open_image  # needs Pillow
-
-        return open_image(base64.b64decode(data[: len(data) // 4 * 4]), MOST_PIXELS).size
-    except (ImportError, ValueError, ImageError):  # the backend says what is wrong with it
+        return checked_size(base64.b64decode(data[: len(data) // 4 * 4]), MOST_PIXELS)
+    except (ValueError, ImageError):  # the backend says what is wrong with it
         return None

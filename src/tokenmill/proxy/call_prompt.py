@@ -7,6 +7,7 @@ beginning still have the same first numbers, and only their lengths are estimate
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,9 +56,13 @@ class RoutedPrompt:
     model: str = ""
     salt: str = ""  # prompts of different models or salts share nothing
     previous_response_id: str = ""  # only the backend that has it can answer
+    cache_salt: str = ""  # as the client gave it
+    is_exact: bool = False  # the tokens are those that a backend's KV cache events name
 
 
 _decoder = msgspec.json.Decoder(Call)
+# Parts of messages that backends put tokens of their own in place of.
+_MEDIA = re.compile(rb'"(?:image|image_url|input_image|input_audio|audio_url|video|video_url)"')
 
 
 def read_prompt(
@@ -86,10 +91,11 @@ def read_prompt(
             token_ids = _token_ids(call, tokenizer)
         else:
             token_ids = _chat_token_ids(read_chat, body, tokenizer, processor)
+    is_exact = token_ids is not None and _MEDIA.search(body) is None
     if token_ids is None:
         token_ids = _pieces(call)
-    salt = f"{model}\0{_text(call.cache_salt)}"
-    return RoutedPrompt(token_ids, model, salt, _text(call.previous_response_id))
+    cache_salt, previous = _text(call.cache_salt), _text(call.previous_response_id)
+    return RoutedPrompt(token_ids, model, f"{model}\0{cache_salt}", previous, cache_salt, is_exact)
 
 
 def _responses_chat(body: bytes) -> ChatCompletionRequest:

@@ -35,20 +35,18 @@ _log = logging.getLogger(__name__)
 class PromptReader:
     """Reads prompts as their model does, as far as its tokenizer is known."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, processor: ImageProcessor | None, num_fronts: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, processor: ImageProcessor | None) -> None:
         self._tokenizer = tokenizer
         self._processor = processor
-        self._processes = BodyProcesses(num_fronts)
+        self._processes = BodyProcesses(1)
 
-    async def read(self, body: bytes, path: str, receive: Receive) -> RoutedPrompt:
+    async def read(self, account: str, body: bytes, path: str, receive: Receive) -> RoutedPrompt:
         """The prompt of a body that was sent to `path`; ClientDisconnect if the client goes."""
         if self._tokenizer is None or len(body) <= THREAD_BYTES:
             return self._read_here(body, path)
         if len(body) > LONG_BODY_BYTES and self._tokenizer.origin is not None:
             try:
-                return await unless_gone(receive, self._read_elsewhere(body, path))
+                return await unless_gone(receive, self._read_elsewhere(account, body, path))
             except NotElsewhereError as error:
                 _log.debug("a long body is read by the router itself: %s", error)
             except ApiError as error:  # the backend may have more luck with it
@@ -63,10 +61,10 @@ class PromptReader:
     def _read_here(self, body: bytes, path: str) -> RoutedPrompt:
         return read_prompt(body, self._tokenizer, path, self._processor)
 
-    async def _read_elsewhere(self, body: bytes, path: str) -> RoutedPrompt:
+    async def _read_elsewhere(self, account: str, body: bytes, path: str) -> RoutedPrompt:
         assert self._tokenizer is not None and self._tokenizer.origin is not None
         setup = pickle.dumps(_Setup(self._tokenizer.origin, self._processor))
-        data = await self._processes.run(len(body), _read, setup, body, path)
+        data = await self._processes.run(account, len(body), _read, setup, body, path)
         prompt: RoutedPrompt = pickle.loads(data)
         return prompt
 

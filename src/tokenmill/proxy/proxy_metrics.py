@@ -21,25 +21,33 @@ class RouteMetrics(ServerMetrics):
 
     SUCCESSES = ("answered",)
     FAILURES = ("abort", "error", "refused", "reject")
-    LABELLED = (*ServerMetrics.LABELLED, "attempts")
 
     def __init__(self) -> None:
         super().__init__(ALL_MODELS)
         self.attempts: Counter[tuple[str, str]] = Counter()  # (backend, how it went)
 
-    def empty(self) -> RouteMetrics:
-        return RouteMetrics()
-
     def collect(self) -> Iterator[Metric]:
         """All families; called by prometheus_client."""
         attempts = CounterMetricFamily(
             "tokenmill_backend_attempts",
-            "Calls sent to a backend by the status of its answer, or unreachable or cut.",
+            "Calls sent to a backend by the status of its answer, unreachable, unreadable or cut.",
             labels=["worker", "result"],
         )
         for labels, count in sorted(self.attempts.items()):
             attempts.add_metric(list(labels), float(count))
         yield attempts
+        yield self._events()
         yield from self.own_counters()
         yield from self.latencies()
         yield from self.workers()
+
+    def _events(self) -> Metric:
+        batches = CounterMetricFamily(
+            "tokenmill_backend_event_batches",
+            "Batches of KV cache events: received (replayed ones too), replayed, lost.",
+            labels=["worker", "result"],
+        )
+        for worker in self._pool.workers if self._pool is not None else ():
+            for result, count in worker.event_batches.items():
+                batches.add_metric([worker.name, result], float(count))
+        return batches

@@ -1,66 +1,48 @@
 """The HTTP routes of `tokenmill route`: it passes calls on, and answers for itself.
 
-Every POST below /v1/ is passed on to a backend, and every call about a stored response or a video
-to the backend that has it. The app answers requests about the router itself: models, health,
-metrics, pool and dashboard.
+Calls of the routes of inference servers are passed on (forwarding.py), those about a stored
+response or a video to the backend that has it. The app answers requests about the router itself:
+models, health, metrics, pool and dashboard.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill import __version__
-from tokenmill.api.access import (
-    Calls,
-    authorizer,
-    key_matcher,
-    note_key,
-    read_bytes,
-    wrong_key,
-)
+from tokenmill.api.access import Calls, Place, read_bytes
 from tokenmill.api.call import record_of
 from tokenmill.api.errors import VIDEOS_PATH, ApiError
+from tokenmill.api.keys import Keys, caller, wrong_key
+from tokenmill.api.openapi import document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import Service
 from tokenmill.api.stream import send_error
 from tokenmill.api.telemetry.dashboard import add_page
 from tokenmill.api.telemetry.dashboard_view import DashboardView
-from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import NO_TRACING, Tracing
 from tokenmill.api.worker_routes import add_pool_view
 from tokenmill.core.config import ServerConfig
+from tokenmill.core.keys.key_ring import OPERATOR
 from tokenmill.core.types import EngineStats
 from tokenmill.proxy.backends import Backends
-from tokenmill.proxy.fronts_view import summed_view
+from tokenmill.proxy.forwarding import POSTS, Forwarding, check_target
 from tokenmill.proxy.prompt_reader import PromptReader
 from tokenmill.proxy.proxy_metrics import RouteMetrics
 from tokenmill.proxy.relay import KEY_HEADERS, SHUTDOWN, Relay
-from tokenmill.proxy.response_owners import stored_in
+from tokenmill.proxy.tenants import Tenant
 from tokenmill.proxy.upstream import header
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.processor import ImageProcessor
-from tokenmill.workers.fronts.owner_link import Membership
-from tokenmill.workers.pool_view import PoolView
-
-PASSED_ON = ("/tokenize", "/detokenize")  # beside all of /v1/
-# Calls with a label of their own in the metrics; what else clients ask for shares one.
-ENDPOINTS = frozenset(
-    {
-        *PASSED_ON,
-        *(f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings")),
-        *(f"/v1/{name}" for name in ("responses", "rerank", "score", "messages")),
-        *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
-        *(VIDEOS_PATH, f"{VIDEOS_PATH}/sync", f"{VIDEOS_PATH}/generations"),
-    }
-)
-# The labels of calls about what a backend has stored.
-STORED_RESPONSE, STORED_VIDEO = "/v1/responses/{response_id}", "/v1/videos/{video_id}"
 
 
 @dataclass(slots=True)
@@ -69,28 +51,15 @@ class RouteState:
 
     backends: Backends
     tokenizer: Tokenizer | None
-    config: ServerConfig
+    keys: Keys
     calls: Calls
     tracing: Tracing = NO_TRACING
     processor: ImageProcessor | None = None  # of a model that takes images
     metrics: RouteMetrics = field(default_factory=RouteMetrics)
-    membership: Membership | None = None  # where there are several fronts
 
-    async def refresh(self) -> None:
-        """Have the figures of all fronts be those of now."""
-        if self.membership is not None:
-            await self.membership.refresh()
-
-    def view(self, decisions: bool = True) -> PoolView:
-        """The backends, with what all fronts sent there."""
-        own = self.backends.view(decisions)
-        totals = None if self.membership is None else self.membership.totals
-        return own if totals is None else summed_view(own, totals)
-
-    def total_metrics(self) -> ServerMetrics:
-        """What all fronts have counted."""
-        counts = None if self.membership is None else self.membership.total_counts()
-        return self.metrics.total(counts)
+    @property
+    def config(self) -> ServerConfig:
+        return self.keys.config
 
 
 class RouteApp:
@@ -98,10 +67,10 @@ class RouteApp:
 
     def __init__(self, state: RouteState) -> None:
         self._state = state
-        self._rest = _create_rest(state)
-        self._key_number = key_matcher(state.config.api_keys)
+        self._forwarding = Forwarding(state.backends.config.forward)
+        self._rest = _create_rest(state, self._forwarding)
         self._relays: set[Relay] = set()  # under way
-        self._prompts = PromptReader(state.tokenizer, state.processor, state.config.fronts)
+        self._prompts = PromptReader(state.tokenizer, state.processor)
 
     def end_calls(self) -> None:
         """End the open calls, each with an error."""
@@ -113,41 +82,52 @@ class RouteApp:
         self._prompts.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_call(scope["method"], scope["path"]):
+        if scope["type"] != "http":
             return await self._rest(scope, receive, send)
         record = record_of(scope)
-        record.endpoint = _endpoint(scope["path"])
         try:
-            key = self._admit(scope)
+            check_target(scope["raw_path"])
+            endpoint = self._forwarding.find(scope["method"], scope["path"])
+            if endpoint is None:
+                return await self._rest(scope, receive, send)
+            record.endpoint = endpoint
+            place = self._admit(scope)
         except ApiError as error:
             record.fail(error)
             return await send_error(send, error, scope["path"])
-        self._state.calls.begin(key)
-        try:
-            await self._relay(scope, receive, send)
-        finally:
-            self._state.calls.end(key)
+        with place:
+            await self._relay(scope, receive, send, place)
 
-    def _admit(self, scope: Scope) -> int:
-        """The number of the caller's key; raises ApiError where there is no room or no key."""
-        key = self._key_number(Request(scope)) if self._state.config.api_keys else 0
-        if key is None:
+    def _admit(self, scope: Scope) -> Place:
+        """Let a call in; ApiError where there is no room or no key that a backend may see."""
+        account = self._state.keys.account(Request(scope))
+        if account == OPERATOR:
             raise wrong_key()
-        note_key(scope, self._state.config, key)
         self._state.calls.check_draining()
-        self._state.calls.check_limits(key)
-        return key
+        return self._state.calls.enter(account)
 
-    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = self._state
+    def _tenant(self, account: str) -> Tenant | None:
+        """Who calls, where the backends cannot tell."""
+        keys, backend_key = self._state.keys, self._state.backends.config.backend_key
+        is_one_of_several = backend_key is not None and keys.ring.is_needed
+        return Tenant(account, keys.ring.salt) if is_one_of_several else None
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send, place: Place) -> None:
+        state, tenant = self._state, self._tenant(place.account)
         record = record_of(scope)
+        if tenant is not None:
+            scope = tenant.request(scope)
         span = state.tracing.begin(scope["path"], scope["headers"])
         span.set({"gen_ai.request.id": record.request_id})
         path = scope["path"]
-        relay = Relay(state.backends, state.metrics, self._prompts, span, record, path)
+        prompts = partial(self._prompts.read, place.account)
+        relay = Relay(state.backends, state.metrics, prompts, span, record, path, tenant)
         try:
             declared = header(scope["headers"], b"content-length").decode("latin-1")
-            body = await read_bytes(receive, declared, state.config.max_body_bytes)
+            limit = state.config.max_body_bytes
+            body = await read_bytes(receive, declared, limit, place.body)
+            if tenant is not None:
+                body = tenant.body(path, body)
         except (ApiError, ClientDisconnect) as error:
             code = error.code if isinstance(error, ApiError) else "cancelled"
             span.end(f"{code}: {error}")
@@ -162,40 +142,45 @@ class RouteApp:
             self._relays.discard(relay)
 
 
-def _is_call(method: str, path: str) -> bool:
-    if method in ("GET", "DELETE"):
-        return bool(stored_in(path))
-    return method == "POST" and (path.startswith("/v1/") or path in PASSED_ON)
-
-
-def _endpoint(path: str) -> str:
-    """The label of a path in the metrics."""
-    if path in ENDPOINTS:
-        return path
-    if not stored_in(path):
-        return "/v1/*"
-    return STORED_VIDEO if path.startswith(VIDEOS_PATH) else STORED_RESPONSE
-
-
-def _create_rest(state: RouteState) -> FastAPI:
+def _create_rest(state: RouteState, forwarding: Forwarding) -> FastAPI:
     app = FastAPI(
         title="tokenmill route",
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
         redirect_slashes=False,
         exception_handlers=exception_handlers(),
     )
+    app.openapi = cache(lambda: _document(state, forwarding))  # type: ignore[method-assign]
     _add_models(app, state)
     _add_videos(app, state)
     _add_operations(app, state)
-    add_pool_view(app, state.config, state.view, state.refresh)
-    add_page(app, state.config, lambda uptime_s, decisions: _dashboard(state, uptime_s, decisions))
+    add_pool_view(app, state.keys, state.backends.view)
+    add_page(app, state.keys, lambda uptime_s, decisions: _dashboard(state, uptime_s, decisions))
+    _add_forwarded(app, forwarding)
     return app
 
 
+def _add_forwarded(app: FastAPI, forwarding: Forwarding) -> None:
+    """Let the app know the routes of the calls that it never sees, for its 404 and 405."""
+
+    async def never(request: Request) -> Response:
+        if request.url.path in POSTS:  # it could be the name of something stored
+            raise HTTPException(405, headers={"Allow": "POST"})
+        raise HTTPException(404)
+
+    forwarding.check([str(getattr(route, "path", "")) for route in app.routes])
+    for path, methods in forwarding.routes():
+        app.add_api_route(path, never, methods=list(methods), include_in_schema=False)
+
+
+def _document(state: RouteState, forwarding: Forwarding) -> dict[str, Any]:
+    """Calls as `tokenmill serve` has them, and what else is passed on."""
+    passed_on = ((path.replace(":path", ""), methods) for path, methods in forwarding.routes())
+    return document(__version__, None, state.keys.ring.is_needed, passed_on)
+
+
 def _add_models(app: FastAPI, state: RouteState) -> None:
-    guard = [Depends(authorizer(state.config))]
+    guard = [Depends(caller(state.keys))]
 
     @app.get("/v1/models", dependencies=guard)
     async def models(request: Request) -> Response:
@@ -214,10 +199,10 @@ def _add_models(app: FastAPI, state: RouteState) -> None:
 
 
 def _add_videos(app: FastAPI, state: RouteState) -> None:
-    @app.get(VIDEOS_PATH, dependencies=[Depends(authorizer(state.config))])
+    @app.get(VIDEOS_PATH, dependencies=[Depends(caller(state.keys))])
     async def list_videos() -> Response:
         message = "a router lists no videos: ask each of its backends, or for one video by its id"
-        raise ApiError(405, message, code="unsupported")
+        raise HTTPException(405, message, {"Allow": "POST"})
 
 
 def _authorization(request: Request) -> list[tuple[bytes, bytes]]:
@@ -231,16 +216,15 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
         return ApiError(503, "no backend is up", code="no_backend")
 
     async def metrics() -> bytes:
-        await state.refresh()
-        return state.total_metrics().render(EngineStats(), 0, state.view())
+        return state.metrics.render(EngineStats(), 0, state.backends.view())
 
-    service = Service(service="tokenmill route", version=__version__, docs=None)
-    add_operations(app, state.calls, fault, metrics, service)
+    service = Service(service="tokenmill route", version=__version__)
+    add_operations(app, state.keys, state.calls, fault, metrics, service)
 
 
 def routed_stats(state: RouteState) -> EngineStats:
     """What a router knows of the engines behind its backends."""
-    workers = state.view(False).workers
+    workers = state.backends.view(False).workers
     return EngineStats(
         num_running=state.calls.num_open,
         prefix_query_tokens=sum(worker.routed_tokens for worker in workers),
@@ -249,7 +233,7 @@ def routed_stats(state: RouteState) -> EngineStats:
 
 
 def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> DashboardView:
-    metrics, pool = state.total_metrics(), state.view(decisions)
+    metrics, pool = state.metrics, state.backends.view(decisions)
     return DashboardView(
         model=next(iter(state.backends.known_models()), ""),
         version=__version__,
@@ -261,7 +245,7 @@ def _dashboard(state: RouteState, uptime_s: float, decisions: bool) -> Dashboard
         uptime_s=uptime_s,
         draining=state.calls.draining,
         num_pending=sum(worker.num_waiting for worker in pool.workers),
-        restarts=sum(worker.restarts for worker in pool.workers),
+        restarts=0,
         prompt_tokens=metrics.num_prompt_tokens,
         output_tokens=metrics.num_output_tokens,
         finished=dict(metrics.finished),

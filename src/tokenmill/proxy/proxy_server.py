@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import socket
 from collections.abc import Callable
 
 from tokenmill.api.access import Calls
+from tokenmill.api.keys import open_keys
 from tokenmill.api.middleware import Front
 from tokenmill.api.server import (
     Signals,
@@ -51,11 +51,12 @@ def route(
     with (
         contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
         contextlib.closing(bind(config.host, config.port)) as listener,
+        open_keys(config, listener.getsockname()[1]) as keys,
     ):
 
         def make_state() -> RouteState:
             reached = Backends(backends, router)
-            return RouteState(reached, tokenizer, config, Calls(config), tracing, processor)
+            return RouteState(reached, tokenizer, keys, Calls(config), tracing, processor)
 
         run_in_loop(_run(listener, make_state, on_listening))
 
@@ -65,37 +66,21 @@ async def _run(
     make_state: Callable[[], RouteState],
     on_listening: OnListening | None,
 ) -> None:
-    signals, state = Signals(), make_state()
-
-    def say(url: str) -> None:
-        if on_listening is not None:
-            on_listening(url, state.backends.view())
-
-    await pass_calls(state, listener, signals, asyncio.Event(), say)
-
-
-async def pass_calls(
-    state: RouteState,
-    listener: socket.socket,
-    signals: Signals,
-    ends: asyncio.Event,
-    on_listening: Callable[[str], None],
-) -> bool:
-    """Pass calls on until a signal comes or `ends` is set, then drain; True: it is set."""
+    state = make_state()
+    signals = Signals(state.keys.reload)
     backends, config = state.backends, state.config
-    ended: bool | None = None
     try:
-        await signals.interrupt(backends.start())
         with contextlib.closing(RouteApp(state)) as app:
+            await signals.interrupt(backends.start())
             gc.freeze()  # the app lives as long as the process: do not scan it
             async with (
-                listening(Front(app, config, state.metrics), listener, config),
+                listening(Front(app, state.keys, state.metrics), listener, state.keys),
                 logging_stats(config, state.metrics, lambda: routed_stats(state)),
             ):
-                on_listening(url_of(listener))
-                ended = await signals.interrupt(ends.wait())
+                if on_listening is not None:
+                    on_listening(url_of(listener, state.keys), backends.view())
+                await signals.wait()
                 await drain(state.calls, config.drain_timeout_s, signals)
                 app.end_calls()
     finally:
         await backends.close()
-    return bool(ended)

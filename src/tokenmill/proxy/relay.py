@@ -1,14 +1,16 @@
 """Relays one call: sends it to a backend, or to the next one if that fails, and returns the answer.
 
 Bodies pass unchanged in both directions. Another backend is tried if one cannot be reached, answers
-429 or 5xx, or is lost before the first byte of its answer was passed on; each is tried once. A
-stream that breaks later ends in an error event, because no other backend can continue it.
+429 or 5xx, or is lost before the first byte of its answer was passed on; each is tried once, and no
+more than --max-migrations calls for another one, unless they were busy or not reached. A stream
+that breaks later ends in an error event, because no other backend can continue it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,16 +19,25 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.api.call import REQUEST_ID, CallRecord
 from tokenmill.api.errors import RESPONSES_PATH, RETRY_AFTER_S, VIDEOS_PATH, ApiError
-from tokenmill.api.stream import send_error, send_json
+from tokenmill.api.stream import JSON_HEADERS, send_error, send_json
 from tokenmill.api.telemetry.tracing import Span, terms_of
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.http_connection import Headers
 from tokenmill.proxy.backends import Attempt, Backends
 from tokenmill.proxy.call_prompt import RoutedPrompt
-from tokenmill.proxy.prompt_reader import PromptReader
+from tokenmill.proxy.forwarding import is_sent_once, stored_in
 from tokenmill.proxy.proxy_metrics import RouteMetrics
-from tokenmill.proxy.response_owners import stored_in
-from tokenmill.proxy.upstream import HOP_BY_HOP, Answer, UpstreamError, header
+from tokenmill.proxy.tenants import MAX_LINE, Tenant, has_ids
+from tokenmill.proxy.upstream import (
+    Answer,
+    AnswerError,
+    ConnectError,
+    UpstreamError,
+    end_to_end,
+    header,
+    via,
+    with_entry,
+)
 
 KEY_HEADERS = (b"authorization", b"x-api-key")  # where clients send their keys
 CLIENT_GONE = "cancelled: the client has gone"
@@ -52,6 +63,7 @@ class Refusal:
     status: int = 0  # 0: it could not be reached, or was lost
     headers: Headers = field(default_factory=list)
     body: bytes = b""
+    has_begun: bool = True  # the backend may have worked at the call
 
 
 class Relay:
@@ -61,17 +73,18 @@ class Relay:
         self,
         backends: Backends,
         metrics: RouteMetrics,
-        prompts: PromptReader,
+        read_prompt: Callable[[bytes, str, Receive], Awaitable[RoutedPrompt]],
         span: Span,
         record: CallRecord,
         path: str,
+        tenant: Tenant | None = None,
     ) -> None:
-        self._record = record
+        self._record, self._tenant = record, tenant
         self._path = path
         self._response_id = stored_in(path)  # the response or video that the call is about
         self._backends = backends
         self._metrics = metrics
-        self._prompts = prompts
+        self._read_prompt = read_prompt
         self._span = span
         self._call_id = backends.new_call()
         self._times = RequestTimes(time.monotonic_ns())
@@ -85,11 +98,16 @@ class Relay:
         self._tail = b""  # of what was passed on last
         self._num_events = 0
         self._may_be_elsewhere = False  # another backend may have what this one does not know
+        self._is_sent_once = False
+        # As a suspect: it begins anew at each backend, so that progress clears it of nothing.
+        self.num_deaths = self.num_tokens_at_death = 0
+        self.token_ids: tuple[()] = ()
 
     async def run(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
     ) -> None:
         """Answer a call whose body has come."""
+        self._is_sent_once = is_sent_once(scope["method"], self._path)
         prompt = await self._read(body, receive)
         watcher = asyncio.create_task(self._watch(receive))
         loop = asyncio.get_running_loop()
@@ -99,6 +117,7 @@ class Relay:
             error = await self._relay(scope, body, prompt, send)
         finally:
             watcher.cancel()
+            self._backends.ended(self)
             if timer is not None:
                 timer.cancel()
         self._finish(error)
@@ -106,7 +125,7 @@ class Relay:
     async def _read(self, body: bytes, receive: Receive) -> RoutedPrompt:
         began_ns = time.monotonic_ns()
         try:
-            prompt = await self._prompts.read(body, self._path, receive)
+            prompt = await self._read_prompt(body, self._path, receive)
         except ClientDisconnect:
             self.give_up(CLIENT_GONE)
             return RoutedPrompt()
@@ -124,6 +143,7 @@ class Relay:
     def give_up(self, reason: str) -> None:
         """End the call early; the reason begins with its code."""
         self._gone = self._gone or reason
+        self._backends.wake()
         if self._answer is not None:
             self._answer.close()
 
@@ -133,9 +153,10 @@ class Relay:
         """Try backends until one has answered; returns the error that the client was told."""
         tried: set[str] = set()
         self._response_id = self._response_id or prompt.previous_response_id
-        self._may_be_elsewhere = bool(self._response_id) or b"item_reference" in body
+        if not self._is_sent_once:
+            self._may_be_elsewhere = bool(self._response_id) or b"item_reference" in body
         owner = self._backends.owners.find(self._response_id)
-        while self._gone is None:
+        while await self._may_go():
             began_ns = time.monotonic_ns()
             attempt = self._backends.choose(self._call_id, prompt, tried, owner)
             if attempt is None:
@@ -154,9 +175,28 @@ class Relay:
             if refusal is None:
                 return None
             self._refusals.append(refusal)
-            if self._started and self._gone is None:
-                return await self._cut(refusal, send)
+            if self._gone is None:
+                if self._started:
+                    return await self._cut(refusal, send)
+                if not self._may_be_repeated(refusal):
+                    return await self._give_up_on(refusal, send)
         return await self._end_early(send)
+
+    async def _may_go(self) -> bool:
+        """False when nobody waits for the answer any more; a suspect waits for another one."""
+        while self._gone is None and not self._backends.may_go(self):
+            await self._backends.wait()
+        return self._gone is None
+
+    def _may_be_repeated(self, refusal: Refusal) -> bool:
+        """Whether another backend may get the call, which one has refused or was lost with."""
+        if not refusal.has_begun:
+            return True
+        is_cause = refusal.status == 0 and self._backends.died(self)
+        num_begun = sum(each.has_begun for each in self._refusals)
+        return not (
+            self._is_sent_once or is_cause or num_begun > self._backends.config.max_migrations
+        )
 
     async def _attempt(
         self, attempt: Attempt, scope: Scope, body: bytes, send: Send, span: Span
@@ -168,9 +208,10 @@ class Relay:
         if scope["query_string"]:
             path += b"?" + scope["query_string"]
         own = [(REQUEST_ID, self._record.request_id.encode()), *backend.key()]
-        headers = _forwarded(scope["headers"], own, span)
+        headers = _forwarded(scope, own + span.headers())
         try:
-            await backend.upstream.send(answer, scope["method"], path, headers, body)
+            call = (scope["method"], path, headers, body, self._is_sent_once)
+            await backend.upstream.send(answer, *call)
             is_elsewhere = answer.status == 404 and self._may_be_elsewhere
             if answer.status == 429 or answer.status >= 500 or is_elsewhere:
                 return await self._note_refusal(attempt, answer)
@@ -189,21 +230,38 @@ class Relay:
         is_stream = self._is_stream = kind.startswith(b"text/event-stream")
         data = await answer.read()
         self._backends.first_byte(attempt)
-        while not is_stream and not answer.is_whole and len(data) < MAX_HELD:
-            data += await answer.read()
-        self._started, self._status = True, answer.status
+        if not is_stream and not answer.is_whole:
+            data += await self._hold(answer)
         if answer.status < 400:
             self._note_owner(attempt, data)
             self._metrics.num_prompt_tokens += self._num_prompt_tokens
-        await send(_start(answer, len(data) if answer.is_whole else None))
+        data = self._sealed(answer, data)
+        self._started, self._status = True, answer.status
+        self._backends.ended(self)
+        await send(_start(answer.status, answer.headers, len(data) if answer.is_whole else None))
         while True:
             self._count_tokens(attempt, data, is_stream)
             if answer.is_whole:
                 attempt.num_output_tokens = self._times.num_tokens
                 return await send({"type": "http.response.body", "body": data})
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._tail = data[-4:]
-            data = await answer.read()
+            self._tail = data[-4:] or self._tail
+            data = self._sealed(answer, await answer.read())
+            self._backends.stepped(attempt)
+
+    async def _hold(self, answer: Answer) -> bytes:
+        """All of an answer that is not large, or in which ids are to be changed."""
+        if self._tenant is not None and has_ids(self._path):
+            return await answer.read_whole(MAX_LINE)
+        return await answer.read_up_to(MAX_HELD)
+
+    def _sealed(self, answer: Answer, data: bytes) -> bytes:
+        """A part of the answer with ids as the client gets them."""
+        if self._tenant is None:
+            return data
+        if self._is_stream:
+            return self._tenant.events(self._path, data, answer.is_whole)
+        return self._tenant.whole(self._path, answer.status, data)
 
     def _note_owner(self, attempt: Attempt, data: bytes) -> None:
         """Remember who has what was asked for, and the response or video that begins."""
@@ -225,22 +283,27 @@ class Relay:
     async def _note_refusal(self, attempt: Attempt, answer: Answer) -> Refusal:
         """Read the answer of a backend that refuses the call."""
         status, name = answer.status, attempt.backend.name
-        self._count(name, str(status))
         if status in (429, 503):
             attempt.backend.rest(answer.header(b"retry-after"))
-        body = b""
-        while len(body) < MAX_HELD and (data := await answer.read()):
-            body += data
-        return Refusal(name, f"{status}: {name} answered {status}", status, answer.headers, body)
+        body = self._sealed(answer, await answer.read_whole(MAX_HELD))
+        self._count(name, str(status))
+        reason, has_begun = f"{status}: {name} answered {status}", status not in (404, 429, 503)
+        return Refusal(name, reason, status, answer.headers, body, has_begun)
 
     def _note_loss(self, attempt: Attempt, answer: Answer, error: UpstreamError) -> Refusal:
         backend = attempt.backend
         if self._gone is not None:
             self._count(backend.name, "given_up")
             return Refusal(backend.name, self._gone)
-        self._count(backend.name, "cut" if answer.status else "unreachable")
         backend.fail(error)
-        return Refusal(backend.name, f"connection_error: {backend.name}: {error}")
+        if isinstance(error, AnswerError):
+            self._count(backend.name, "unreadable")
+            answered = ApiError(502, f"{backend.name}: {error}", code="bad_backend_answer")
+            body = answered.body(self._path)
+            return Refusal(backend.name, f"bad_answer: {answered}", 502, JSON_HEADERS, body)
+        self._count(backend.name, "cut" if answer.status else "unreachable")
+        reason = f"connection_error: {backend.name}: {error}"
+        return Refusal(backend.name, reason, has_begun=not isinstance(error, ConnectError))
 
     def _count(self, backend: str, result: str) -> None:
         self._metrics.attempts[backend, result] += 1
@@ -274,10 +337,24 @@ class Relay:
         await send_error(send, error, self._path)
         return error
 
+    async def _give_up_on(self, refusal: Refusal, send: Send) -> ApiError:
+        """The call is not sent to the backends that are left."""
+        if refusal.status:
+            return await _send_refusal(refusal, send)
+        if self._is_sent_once:
+            why = "the call may have had its effect, so that it is not sent again"
+        else:
+            why = f"the call may be the cause: {len(self._refusals)} backends have failed with it, "
+            why += "and it is not sent to others (--max-migrations)"
+        error = ApiError(502, f"{refusal.reason.partition(': ')[2]}; {why}", code="backend_lost")
+        await send_error(send, error, self._path)
+        return error
+
     def _stored_there(self, owner: str) -> str:
+        name = self._tenant.given(self._response_id) if self._tenant else self._response_id
         if self._path.startswith(VIDEOS_PATH):
-            return f"the video {self._response_id!r} is at {owner}, which is down; try again"
-        message = f"the response {self._response_id!r} is stored at {owner}, which is down; "
+            return f"the video {name!r} is at {owner}, which is down; try again"
+        message = f"the response {name!r} is stored at {owner}, which is down; "
         return message + "send the conversation as input, or try again"
 
     async def _cut(self, refusal: Refusal, send: Send) -> ApiError:
@@ -336,6 +413,7 @@ class Relay:
         facts = {
             "tokenmill.router.worker": decision.worker,
             "tokenmill.router.num_cached_tokens": decision.num_cached_tokens,
+            "tokenmill.router.cache_basis": decision.basis or "assumed",
             "tokenmill.router.attempt": len(self._refusals) + 1,
         }
         facts |= terms_of(decision.terms())
@@ -345,27 +423,26 @@ class Relay:
             self._span.event("retried on another backend", what)
 
 
-def _forwarded(headers: Headers, own: Headers, span: Span) -> Headers:
-    """The client's headers but for `own`: the call's id and our key; and our place in the trace."""
-    own = own + span.headers()
+def _forwarded(scope: Scope, own: Headers) -> Headers:
+    """The client's headers, but for those that we have of our `own`; we are named as a hop."""
+    headers = via(scope["http_version"], end_to_end(scope["headers"]))
+    host = scope["client"][0] if scope["client"] else "unknown"
+    headers = with_entry(headers, b"x-forwarded-for", host.encode())
     names = {name for name, _ in own}
     if names.intersection(KEY_HEADERS):
         names.update(KEY_HEADERS)
     return [pair for pair in headers if pair[0] not in names] + own
 
 
-def _start(answer: Answer, length: int | None) -> Message:
+def _start(status: int, headers: Headers, length: int | None) -> Message:
     """The head of an answer; with a length where all of the body is here."""
-    headers = [pair for pair in answer.headers if pair[0] not in HOP_BY_HOP]
     if length is not None:
-        headers.append((b"content-length", b"%d" % length))
-    return {"type": "http.response.start", "status": answer.status, "headers": headers}
+        headers = [*headers, (b"content-length", b"%d" % length)]
+    return {"type": "http.response.start", "status": status, "headers": headers}
 
 
 async def _send_refusal(refusal: Refusal, send: Send) -> ApiError:
-    headers = [pair for pair in refusal.headers if pair[0] not in HOP_BY_HOP]
-    headers.append((b"content-length", b"%d" % len(refusal.body)))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send(_start(refusal.status, refusal.headers, len(refusal.body)))
     await send({"type": "http.response.body", "body": refusal.body})
     return ApiError(refusal.status, refusal.reason, code="backend_error")
 

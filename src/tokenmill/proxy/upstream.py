@@ -17,12 +17,32 @@ from tokenmill.http_connection import Headers, HttpConnection, tls_of
 MAX_BUFFERED = 1 << 20  # bytes that nobody has read yet; beyond them the backend has to wait
 MAX_IDLE = 1024  # connections kept
 MAX_IDLE_S = 4.0  # many servers close theirs after five seconds
+MAX_STATUS = 599
 STALE_S = 1.0  # one that was used a moment ago did not go stale: the backend has failed
-# Between two neighbours only; the length is written anew.
+# Between neighbours only; the length is written anew, and which pages may call is decided here.
 HOP_BY_HOP = frozenset(
-    b"connection content-length expect host keep-alive proxy-authenticate proxy-authorization "
-    b"proxy-connection te trailer transfer-encoding upgrade".split()
+    b"connection content-length expect host keep-alive origin proxy-authenticate "
+    b"proxy-authorization proxy-connection sec-fetch-site te trailer transfer-encoding "
+    b"upgrade".split()
 )
+
+
+def end_to_end(headers: Headers) -> Headers:
+    """The headers without those between neighbours, of which Connection may name others."""
+    options = b",".join([value for name, value in headers if name == b"connection"])
+    dropped = HOP_BY_HOP.union(option.strip().lower() for option in options.split(b","))
+    return [pair for pair in headers if pair[0] not in dropped]
+
+
+def with_entry(headers: Headers, name: bytes, entry: bytes) -> Headers:
+    """The headers with one more entry at the end of a list."""
+    entries = [value for known, value in headers if known == name]
+    return [pair for pair in headers if pair[0] != name] + [(name, b", ".join([*entries, entry]))]
+
+
+def via(version: str, headers: Headers) -> Headers:
+    """The headers with this router in Via; the version is that of the message that came."""
+    return with_entry(headers, b"via", b"%b tokenmill" % version.encode())
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
@@ -36,6 +56,10 @@ class UpstreamError(Exception):
 
 class ConnectError(UpstreamError):
     """The backend takes no connections."""
+
+
+class AnswerError(UpstreamError):
+    """The backend's answer is no HTTP, or has more of something than is taken."""
 
 
 class Answer:
@@ -62,7 +86,7 @@ class Answer:
         self._has_head = False
         self._parts: list[bytes] = []
         self._size = 0
-        self._error: str | None = None
+        self._error: UpstreamError | None = None
         self._connection: _Connection | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -87,8 +111,24 @@ class Answer:
                 self._connection.resume()
             return data
         if self._error is not None:
-            raise UpstreamError(self._error)
+            raise self._error
         return b""
+
+    async def read_up_to(self, limit: int) -> bytes:
+        """The rest of the body, or `limit` bytes and more where it is longer."""
+        parts = [await self.read()]
+        size = len(parts[0])
+        while size < limit and not self.is_whole:
+            parts.append(await self.read())
+            size += len(parts[-1])
+        return b"".join(parts)
+
+    async def read_whole(self, limit: int) -> bytes:
+        """The whole body; AnswerError where it has more bytes."""
+        data = await self.read_up_to(limit)
+        if len(data) > limit or not self.is_whole:
+            raise AnswerError(f"the body of its answer {self.status} has more than {limit} bytes")
+        return data
 
     def close(self, reason: str = "closed") -> None:
         """Read no more; the backend sees the connection close unless the answer is whole."""
@@ -96,7 +136,7 @@ class Answer:
         if connection is not None:
             connection.answer = None
             connection.close()
-        self.end(reason)
+        self.end(UpstreamError(reason))
 
     # For the connection.
 
@@ -105,7 +145,7 @@ class Answer:
         while not self._has_head and not self.ended:
             await self._wait()
         if self._error is not None:
-            raise UpstreamError(self._error)
+            raise self._error
 
     def take_head(self, status: int, headers: Headers) -> None:
         self.status, self.headers, self._has_head = status, headers, True
@@ -118,7 +158,7 @@ class Answer:
         self._wake()
         return self._size > MAX_BUFFERED
 
-    def end(self, error: str | None = None) -> None:
+    def end(self, error: UpstreamError | None = None) -> None:
         if not self.ended:
             self.ended, self._error, self._connection = True, error, None
             self._wake()
@@ -155,9 +195,20 @@ class _Connection(HttpConnection):
             self._is_paused = False
             self.transport.resume_reading()
 
+    def on_message_begin(self) -> None:
+        """An answer that nobody asked for must not become that of the next call."""
+        if self.answer is None:
+            self.close()
+
     def take_head(self, status: int, headers: Headers) -> None:
-        if self.answer is not None:
-            self.answer.take_head(status, headers)
+        codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+        if status > MAX_STATUS:
+            self.fail(f"not HTTP: its status is {status}")
+        elif codings not in ([], [b"chunked"]):
+            self.fail("not HTTP: its Transfer-Encoding is not 'chunked'")
+        elif self.answer is not None:
+            passed = [pair for pair in end_to_end(headers) if pair[0] != b"date"]  # ours is added
+            self.answer.take_head(status, via(self._parser.get_http_version(), passed))
 
     def take_body(self, parts: list[bytes]) -> None:
         if self.answer is not None and self.answer.take(parts):
@@ -177,16 +228,16 @@ class _Connection(HttpConnection):
         answer.end()
 
     def fail(self, reason: str) -> None:
-        self._end(f"its answer is {reason}")
+        self._end(AnswerError(f"its answer is {reason}"))
 
     def lose(self, error: Exception | None) -> None:
-        self._end("the connection was lost" + (f": {error}" if error else ""))
+        self._end(UpstreamError("the connection was lost" + (f": {error}" if error else "")))
 
-    def _end(self, reason: str) -> None:
+    def _end(self, error: UpstreamError) -> None:
         answer, self.answer = self.answer, None
         self.close()
         if answer is not None:
-            answer.end(reason)
+            answer.end(error)
 
 
 class Upstream:
@@ -209,11 +260,15 @@ class Upstream:
         path: bytes,
         headers: Iterable[tuple[bytes, bytes]],
         body: bytes = b"",
+        once: bool = False,
     ) -> None:
-        """Send a request and wait for the head of its answer; raises UpstreamError."""
+        """Send a request and wait for the head of its answer; raises UpstreamError.
+
+        One that is sent `once` gets a new connection, which cannot have gone stale.
+        """
         request = self._request(method, path, headers, body)
         began_s = time.monotonic()
-        connection = self._take_idle(began_s - MAX_IDLE_S)
+        connection = None if once else self._take_idle(began_s - MAX_IDLE_S)
         if connection is not None:
             try:
                 connection.send(request, answer)
@@ -240,7 +295,7 @@ class Upstream:
         self, method: str, path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> bytes:
         lines = [b"%s %s%s HTTP/1.1\r\n" % (method.encode(), self._prefix, path), self._host_line]
-        lines += [b"%s: %s\r\n" % pair for pair in headers if pair[0] not in HOP_BY_HOP]
+        lines += [b"%s: %s\r\n" % pair for pair in headers]
         lines.append(b"content-length: %d\r\n\r\n" % len(body))
         return b"".join(lines) + body
 

@@ -97,8 +97,6 @@ class RankingEngine:
         refused = self.queue.add(request, self.clock())
         if refused is not None:
             self._answers.append(refused)
-        else:
-            self.model.prefetch(request)
 
     def abort(self, request_id: str) -> None:
         """End a waiting request; one that runs or has its answer already is left as it is."""

@@ -12,7 +12,7 @@ from tokenmill.core.types import ModelLoadError
 from tokenmill.models.hstu import Embedded, HstuModel, RankBatch
 from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.requests import RankRequest, check_request
-from tokenmill.ranking.stores.store import EmbeddingStore, PrefetchingStore
+from tokenmill.ranking.stores.store import EmbeddingStore
 
 COUNTS = {"item": "num_items", "user": "num_users", "category": "num_categories"}
 TABLES = tuple(COUNTS)
@@ -29,11 +29,6 @@ class RankingModel:
             if name not in stores:
                 raise ModelLoadError(f"{name}: the model needs a table of this name")
             check_store(name, stores[name], self.spec)
-        self._prefetching = {
-            name: store
-            for name, store in stores.items()
-            if name != "category" and isinstance(store, PrefetchingStore)
-        }
         self._categories = torch.arange(self.spec.num_categories, device=dense.device)
 
     def embed(self, batch: RankBatch) -> Embedded:
@@ -45,14 +40,6 @@ class RankingModel:
 
         users, items = rows("user", batch.user_ids), rows("item", batch.item_ids)
         return Embedded(users, items, rows("category", self._categories))
-
-    def prefetch(self, request: RankRequest) -> None:
-        """Let stores read a request's rows ahead, as far as they have room; nothing waits."""
-        for name, store in self._prefetching.items():
-            ids = np.array([request.user_id])
-            if name == "item":
-                ids = np.concatenate([request.item_ids, request.candidate_ids])
-            store.prefetch(torch.from_numpy(ids), timeout_s=0)
 
     def close(self) -> None:
         for store in self.stores.values():

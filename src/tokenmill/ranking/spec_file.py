@@ -20,7 +20,7 @@ def read_spec(folder: Path) -> HstuSpec:
             raise ModelLoadError("expected an object")
         return read_hstu(settings)
     except FileNotFoundError:
-        wrong_path = f"{path}: there is no such file; tokenmill rank-train DIR writes a model"
+        wrong_path = f"{path}: there is no such file; examples/rank_train.py writes a small model"
         raise ModelLoadError(wrong_path) from None
     except (OSError, json.JSONDecodeError, ModelLoadError) as wrong:
         raise ModelLoadError(f"{path}: {wrong}") from None

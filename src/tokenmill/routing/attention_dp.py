@@ -183,39 +183,3 @@ class ContextBalancer:
             self._num_waited = 0
             return False
         return True
-
-
-class IntervalPolicy:
-    """Prompts are computed in every `interval`-th step: vLLM's prefill_schedule_interval.
-
-    A rank that has nothing to decode ends the wait. vLLM's exception for queues that a step could
-    not empty is left out.
-    """
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._num_steps = 0
-
-    def hold(self, ranks: Sequence[Outlook]) -> bool:
-        self._num_steps += 1
-        due = self._num_steps % self._interval == 0
-        return not due and all(decoding > 0 for _, decoding in ranks)
-
-
-class DelayPolicy:
-    """While some ranks have prompts and others none, they wait: the first rule of SGLang's delayer.
-
-    At most `max_delay` steps long, counted from the first prompt. A rank that has nothing to decode
-    ends the wait.
-    """
-
-    def __init__(self, max_delay: int = 30) -> None:
-        self._max_delay = max_delay
-        self._num_delayed = 0
-
-    def hold(self, ranks: Sequence[Outlook]) -> bool:
-        num_ready = sum(context > 0 for context, _ in ranks)
-        mixed = 0 < num_ready < len(ranks) and all(decoding > 0 for _, decoding in ranks)
-        held = mixed and self._num_delayed < self._max_delay
-        self._num_delayed = self._num_delayed + 1 if held else 0
-        return held

@@ -90,9 +90,14 @@ class KVIndex:
             worker.pending = deque([batch], MAX_PENDING)
             return False
         worker.sequence = batch.sequence
-        for event in batch.events:
-            self._apply(name, worker, event)
+        self.take(name, batch.events)
         return True
+
+    def take(self, name: str, events: Iterable[Event]) -> None:
+        """Take events of a worker that is known, of which none was missed."""
+        worker = self._workers[name]
+        for event in events:
+            self._apply(name, worker, event)
 
     def load(self, name: str, dump: Dump) -> bool:
         """Replace a worker's state, then take the batches kept; False: pull another dump."""

@@ -29,8 +29,7 @@ import random
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Literal, Protocol
 
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.kv_events import Dump, EventBatch
@@ -41,7 +40,7 @@ from tokenmill.routing.other_fronts import OtherFronts
 from tokenmill.routing.policies import POLICIES, Choice
 from tokenmill.routing.prices import IDLE, Line, Load, Prices
 from tokenmill.routing.step_rates import PRIOR, StepRates
-from tokenmill.routing.tier_prices import tier_price
+from tokenmill.routing.tier_prices import cached_tokens, tier_price
 from tokenmill.sched.cache.blocks import U64, hash_chain
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
@@ -52,6 +51,25 @@ AHEAD = 16  # requests of each worker that a copy of a prefix is made for
 MANY = 2.0  # requests of others that are unknown, from which on fronts take turns
 NEAR = 2.0  # of these at most, that one worker may have got
 FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, before any was routed
+
+
+# How what a backend has cached is known: all of it by events; what was stored since some time by
+# events, the rest assumed from what it was sent; all of it assumed.
+Basis = Literal["events", "partial events", "assumed"]
+
+
+class ToldCaches(Protocol):
+    """What backends that publish events hold; engine_events/told_caches.py has it."""
+
+    def basis(self, backend: str, /) -> Basis: ...
+
+    def overlay(
+        self, assumed: dict[str, int], token_ids: Sequence[int] | U64, salt: str, now_s: float, /
+    ) -> dict[str, int]: ...
+
+    def predict(
+        self, backend: str, token_ids: Sequence[int] | U64, salt: str, now_s: float, /
+    ) -> None: ...
 
 
 class NoWorkerError(TokenmillError):
@@ -73,6 +91,7 @@ class Decision:
     num_uses: float  # that are expected of another copy of the longest prefix that a worker has
     num_waiting: float  # requests, this one and others, that are expected to wait for each token
     announcement: Announcement | None = None  # for the other fronts, if there are any
+    basis: Basis | None = None  # how it is known what a backend has cached; None: of a worker
 
     def terms(self) -> dict[str, dict[str, float]]:
         """The terms of the score by worker, for logs and metrics."""
@@ -105,17 +124,14 @@ class _Routed:
 class Router:
     """Chooses workers and keeps account of what each has to do; the caller moves the requests.
 
-    Decisions have an announcement for the routers of other fronts as soon as a report names one, or
-    always if it `announces`.
+    Decisions have an announcement for the routers of other fronts as soon as a report names one.
     """
 
-    def __init__(
-        self, config: RouterConfig, front: str = "front-0", announces: bool = False
-    ) -> None:
+    def __init__(self, config: RouterConfig, front: str = "front-0") -> None:
         self.config = config
-        self._announces = announces
         self.policy = POLICIES[config.policy]
         self.index = KVIndex()
+        self.told: ToldCaches | None = None  # of backends that publish events
         self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
         self._num_answers = 0
         self._answers: deque[int] = deque(maxlen=MEMORY)  # tokens of those that ended, unannounced
@@ -189,6 +205,11 @@ class Router:
             del self._routed[request_id]
         return lost
 
+    def forget_cache(self, name: str) -> None:
+        """A worker that is known has nothing cached any more."""
+        if name in self._slots:
+            self.index.add_worker(name)
+
     def apply(self, worker: str, batch: EventBatch) -> bool:
         """Take a worker's events; False: pull a dump from it."""
         return self.index.apply(worker, batch)
@@ -234,26 +255,6 @@ class Router:
         shared = shared_tokens(queued, kv, size, known)
         return replace(told, queued_tokens=queued - shared) if shared else told
 
-    def adopt_call(self, request_id: str, told: Announcement, now_s: float, is_new: bool) -> None:
-        """Account for a request that another front has routed, as for one's own.
-
-        What is `is_new` is learnt from, too. Unknown workers are ignored.
-        """
-        if told.worker not in self._slots:
-            return
-        if is_new and self.policy.knows_blocks:
-            self._count_use(told.prefix)
-        queued, chain = told.queued_tokens, np.array(told.hashes, np.uint64)
-        if is_new and queued and told.hashes:  # of a prefix that was sent there before
-            known = self.config.block_size * self.index.overlaps(chain).get(told.worker, 0)
-            queued = max(min(queued, told.kv_tokens - known), 1)
-        if is_new:
-            self._learn_waiting(told.worker, queued)
-        self._put(request_id, _Routed(told.worker, queued, told.kv_tokens))
-        self._begin_if_idle(told.worker, 1, now_s)
-        if told.hashes:
-            self.index.assume(told.worker, chain, now_s, self.config.approximate_blocks)
-
     # Requests come and go.
 
     def route(
@@ -263,14 +264,22 @@ class Router:
         now_s: float,
         salt: str = "",
         without: Collection[str] = (),
+        told_salt: str | None = None,
     ) -> Decision:
-        """Choose a worker for a prompt, but none of `without`, and put it on its account."""
+        """Choose a worker for a prompt, but none of `without`, and put it on its account.
+
+        `told_salt` is the prompt's in the events of backends; None: these do not tell of it.
+        """
         if not self._names or (without and not set(self._names).difference(without)):
             raise NoWorkerError("no worker is ready")
         config, num_tokens = self.config, len(token_ids)
         size = config.block_size
         chain = hash_chain(token_ids, size, salt=salt) if self.policy.knows_blocks else None
         cached = {} if chain is None else self._cached(num_tokens, chain, now_s)
+        caches = self.told if chain is not None else None
+        if caches is not None and told_salt is not None:
+            known = caches.overlay(cached, token_ids, told_salt, now_s)
+            cached = {name: num for name, num in known.items() if name in self._slots}
         held = max(cached.values(), default=0)
         prefix = chain.item(held // size - 1) if chain is not None and held >= size else None
         num_uses = 1.0 if chain is None else self._num_uses(prefix, cached)
@@ -301,10 +310,13 @@ class Router:
             marks = self.index.predict(name, chain, num_cached // size, now_s + config.predict_s)
         elif chain is not None:
             self.index.assume(name, chain, now_s, config.approximate_blocks)
-            marks = chain.tolist() if self._announces else []
+        if caches is not None:
+            decision.basis = "assumed" if told_salt is None else caches.basis(name)
+            if told_salt is not None:
+                caches.predict(name, token_ids, told_salt, now_s)
         self.adopt(request_id, name, num_tokens, num_tokens - num_cached)
         self._begin_if_idle(name, 1, now_s)
-        if self._others.known or self._announces:
+        if self._others.known:
             routed = self._routed[request_id]
             load = routed.queued_tokens, routed.kv_tokens
             told = Announcement(self._others.front, name, *load, marks, prefix, [*self._answers])
@@ -330,6 +342,19 @@ class Router:
             done = min(routed.queued_tokens, num_tokens)
             routed.queued_tokens -= done
             self._add(routed.worker, -done, 0, 0, -(not routed.queued_tokens))
+
+    def told_step(self, worker: str, num_tokens: int, now_s: float) -> None:
+        """A worker's events tell of a step that computed so many tokens: the oldest prompts'."""
+        if worker not in self._slots:
+            return
+        for request_id, routed in self._routed.items():
+            if num_tokens <= 0:
+                break
+            if routed.worker == worker and routed.queued_tokens:
+                done = min(routed.queued_tokens, num_tokens)
+                num_tokens -= done
+                self.prefill_progress(request_id, done)
+        self.stepped(worker, now_s)
 
     def prefill_done(self, request_id: str) -> None:
         """The first token is there; unknown requests are ignored."""
@@ -402,28 +427,16 @@ class Router:
         self._lines[slot] = self._prices.line(load)
 
     def _cached(self, num_tokens: int, chain: U64, now_s: float) -> dict[str, int]:
-        """Prompt tokens that each worker has cached, as far as is known; one is always computed.
-
-        Tokens in a tier behind the device count as far as they are cheaper than computed ones.
-        """
+        """Prompt tokens that each worker has cached, as far as is known; one is always computed."""
         if self.config.events:
             self.index.expire(now_s)
         else:
             self.index.forget(now_s - self.config.approximate_s)
-        size = self.config.block_size
-        most = (num_tokens - 1) // size * size
-        overlaps = self.index.overlaps(chain)
-        cached = {name: min(depth * size, most) for name, depth in overlaps.items()}
-        reached, computed_ms = cached.copy(), self.rates.prefill
-        for tier, found in self.index.tier_overlaps(chain):
-            for name, depth in found.items():
-                more = min(depth * size, most) - reached.get(name, 0)
-                if more > 0:
-                    price = tier_price(tier, self._token_ms.get(name, {}), computed_ms)
-                    worth = round(more * (1.0 - price))
-                    cached[name] = cached.get(name, 0) + worth
-                    reached[name] = reached.get(name, 0) + more
-        return cached
+        token_ms, computed_ms = self._token_ms, self.rates.prefill
+        return cached_tokens(
+            *(self.index, chain, num_tokens, self.config.block_size),
+            lambda name, tier: tier_price(tier, token_ms.get(name, {}), computed_ms),
+        )
 
     def _assume_others(self, now_s: float) -> None:
         """Place what other fronts are taken to have sent, where it costs least."""

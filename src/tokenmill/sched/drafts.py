@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tokenmill.sched.cache.block_ledger import BlockLedger
 from tokenmill.sched.cache.prefix import cache_computed
-from tokenmill.sched.ngrams import NgramIndex
 from tokenmill.sched.sequence import Batch, Item, Sequence, Step
+from tokenmill.sched.trackers import NgramIndex
 
 
 def add_drafts(step: Step, ledger: BlockLedger) -> None:
@@ -58,27 +58,30 @@ def take_drafts(batch: Batch, draft_ids: list[list[int]], ledger: BlockLedger) -
     Blocks that accepted drafts have filled are cached, those that none will reach come back.
     """
     for (seq, _), drafts in zip(batch.items, draft_ids, strict=True):
-        if seq.finished or not seq.block_ids or seq.num_computed_tokens < seq.num_tokens - 1:
-            continue
-        cache_computed(ledger.pool, seq)
-        seq.draft_ids = usable(seq, drafts)
-        ledger.trim(seq)
+        if _decodes(seq) and seq.block_ids:
+            cache_computed(ledger.pool, seq)
+            seq.draft_ids = _usable(seq, drafts)
+            ledger.trim(seq)
 
 
 def look_up(batch: Batch) -> list[list[int]]:
     """Drafts from the tokens of each sequence itself, as many as the batch asks for."""
-    return [_look_up(seq, batch.num_to_draft) for seq, _ in batch.items]
+    drafts: list[list[int]] = []
+    for seq, _ in batch.items:
+        if _decodes(seq):
+            seq.ngrams = seq.ngrams or NgramIndex()
+            drafts.append(seq.ngrams.drafts(seq.token_ids, batch.num_to_draft))
+        else:
+            drafts.append([])
+    return drafts
 
 
-def _look_up(seq: Sequence, count: int) -> list[int]:
-    if not count or seq.finished or seq.num_computed_tokens < seq.num_tokens - 1:
-        return []
-    seq.ngrams = seq.ngrams or NgramIndex()
-    return seq.ngrams.drafts(seq.token_ids, count)
+def _decodes(seq: Sequence) -> bool:
+    return not seq.finished and seq.num_computed_tokens >= seq.num_tokens - 1
 
 
-def usable(seq: Sequence, drafts: list[int]) -> list[int]:
+def _usable(seq: Sequence, drafts: list[int]) -> list[int]:
     """Return the drafts that can be accepted: within the length, and before a stop token."""
-    within = drafts[: max(0, seq.max_len - seq.num_tokens - 1)]
+    within = drafts[: max(0, seq.limit - seq.num_tokens - 1)]
     stop = next((i for i, token in enumerate(within) if token in seq.stop_ids), None)
     return within[:stop]

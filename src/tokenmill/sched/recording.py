@@ -10,11 +10,15 @@ When it has its size and nothing runs, it becomes `FILE.old`, and the next one b
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,44 +35,72 @@ MAX_FILES = 1000
 PAUSE = 2  # times the size: a scheduler that is never idle stops being recorded there
 COST_DIGITS = 9
 _FLUSH_NS = 10**9
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS
+
+_log = logging.getLogger(__name__)
 
 
 class RecordFile:
-    """One file and the one before it; the process that writes holds a lock on it."""
+    """One file and the one before it; the process that writes holds a lock on it.
+
+    Where the disk takes no more, recording ends with a warning, and the scheduler goes on.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._file, self.path = _take(path)
         self._num_bytes, self._flush_ns = 0, 0
+        self._file: TextIO | None = None
+        self.path = path
+        with self._stopping_where_full():
+            self._file, self.path = _take(path)
 
     @property
     def full(self) -> bool:
-        return self._num_bytes >= self._max_bytes
+        return self._file is not None and self._num_bytes >= self._max_bytes
 
     @property
     def over(self) -> bool:
-        """True where even the bound on a file that cannot be exchanged is reached."""
-        return self._num_bytes >= PAUSE * self._max_bytes
+        """True where nothing more is recorded: it has stopped, or its bound is reached."""
+        return self._file is None or self._num_bytes >= PAUSE * self._max_bytes
 
     def write(self, line: Any) -> None:
+        if self._file is None:
+            return
         text = json.dumps(line, separators=(",", ":")) + "\n"
         self._num_bytes += len(text)
-        self._file.write(text)
-        now_ns = time.monotonic_ns()
-        if now_ns >= self._flush_ns:
-            self._file.flush()
-            self._flush_ns = now_ns + _FLUSH_NS
+        with self._stopping_where_full():
+            self._file.write(text)
+            now_ns = time.monotonic_ns()
+            if now_ns >= self._flush_ns:
+                self._file.flush()
+                self._flush_ns = now_ns + _FLUSH_NS
 
     def exchange(self) -> None:
         """Keep the file as the old one, and begin the next."""
-        old = _old(self.path)
         self.close()
-        os.replace(self.path, old)
-        self._file, self.path = _take(self.path)
-        self._num_bytes = 0
+        if self._file is not None:
+            with self._stopping_where_full():
+                os.replace(self.path, _old(self.path))
+                self._file, self.path = _take(self.path)
+                self._num_bytes = 0
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            with self._stopping_where_full():
+                self._file.close()
+
+    @contextmanager
+    def _stopping_where_full(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            file, self._file = self._file, None
+            _log.warning("--record %s: %s; recording stops", self.path, error.strerror)
+            if file is not None:
+                with suppress(OSError):  # what is left in its buffer finds no room
+                    file.close()
 
 
 def _old(path: Path) -> Path:
@@ -85,9 +117,13 @@ def _take(path: Path) -> tuple[TextIO, Path]:
         except OSError:
             file.close()
             continue
-        if mine.stat().st_size:
-            _old(mine).write_bytes(mine.read_bytes())
-            file.truncate(0)
+        try:
+            if mine.stat().st_size:
+                _old(mine).write_bytes(mine.read_bytes())
+                file.truncate(0)
+        except OSError:
+            file.close()
+            raise
         return file, mine
     raise OSError(f"{path}: {MAX_FILES} processes record to it")
 
@@ -168,9 +204,24 @@ class RecordedScheduler(Scheduler):
 
     def abort(self, request_id: str) -> None:
         """End a request, and write that the caller did."""
+        self._write_abort(request_id)
+        super().abort(request_id)
+
+    def end_in_error(self, request_id: str, stop_reason: str, message: str) -> None:
+        """End a request in the same way, with an error."""
+        self._write_abort(request_id)
+        super().end_in_error(request_id, stop_reason, message)
+
+    def hold(self, request_ids: set[str]) -> None:
+        """Let requests sit out steps, and write which."""
+        if request_ids != self._held:
+            numbers = [self._numbers[name] for name in request_ids if name in self._numbers]
+            self._file.write(["hold", numbers])
+        super().hold(request_ids)
+
+    def _write_abort(self, request_id: str) -> None:
         if request_id in self._numbers:
             self._file.write(["abort", self._numbers[request_id]])
-        super().abort(request_id)
 
     def schedule(self, now_ns: int, hold_context: bool = False) -> Batch:
         """Choose a batch, and write it."""
@@ -194,15 +245,25 @@ class RecordedScheduler(Scheduler):
     def advance(self, batch: Batch) -> None:
         """Count a launched batch, and write that it was launched ahead."""
         if id(batch) in self._batches:
+            self._write_unsampled(batch)
             self._file.write(["advance", self._batches[id(batch)]])
         super().advance(batch)
 
+    def _write_unsampled(self, batch: Batch) -> None:
+        if batch.unsampled:
+            self._file.write(["unsampled", self._batches[id(batch)], batch.unsampled])
+
     def update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
         """Account for a step, and write its time, how many tokens came and who ended."""
-        if (number := self._batches.pop(id(batch), None)) is None:
+        if id(batch) not in self._batches:
             return super().update(batch, result)
+        if batch.samples is None:
+            self._write_unsampled(batch)
+        number = self._batches.pop(id(batch))
         began_ns, ended_ns = self._began_ns.pop(id(batch)), time.monotonic_ns()
         counts = [len(tokens) for tokens in result.token_ids]
+        for index in result.errors:
+            counts[index] = -1
         outputs = super().update(batch, result)
         drafts = None
         if result.draft_ids is not None:

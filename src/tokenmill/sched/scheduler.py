@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from tokenmill.core.config import SchedulerConfig
@@ -15,22 +16,20 @@ from tokenmill.core.types import (
     RequestOutput,
     StepResult,
 )
-from tokenmill.sched import stops
-from tokenmill.sched.admission import Admission, Limits, kv_tokens
-from tokenmill.sched.cache.block_ledger import BlockLedger
+from tokenmill.sched import decode_only, request_limits
+from tokenmill.sched.admission import Admission
+from tokenmill.sched.cache.block_ledger import BlockLedger, Leases
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.cache.encoder_cache import EncoderCache
-from tokenmill.sched.cache.leases import Leases
 from tokenmill.sched.cache.prefix import cache_blocks, cache_computed
 from tokenmill.sched.cache.tiers import Page
+from tokenmill.sched.decode_only import DecodeOnlyRun
 from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
-from tokenmill.sched.endings import Endings
-from tokenmill.sched.leap import Quiet, leap, look_ahead
-from tokenmill.sched.loading import Load, Loading
 from tokenmill.sched.meter import StepMeter
-from tokenmill.sched.receiving import Receiving
-from tokenmill.sched.request_queues import RequestQueues
-from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Step
+from tokenmill.sched.queues import Queues
+from tokenmill.sched.request_limits import Limits
+from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Status, Step
+from tokenmill.sched.trackers import LOOP
 
 __all__ = ["Batch", "Scheduler", "Sequence"]
 
@@ -60,11 +59,11 @@ class Scheduler:
     that schedule(n + 1) takes from a preempted sequence may still be used by batch n: a runner must
     execute batches in order.
 
-    A sequence whose prompt another engine computes is `receiving` outside the batch until its KV is
-    here. The engine that computes such a prompt announces its blocks and holds them in `leases`.
-
-    With tiers a sequence whose prefix they hold is `loading` in the same way. What schedule()
-    evicts is in take_evicted() until the batch runs.
+    A sequence whose prompt another engine computes is RECEIVING, outside the batch, until its KV is
+    here: admission.take_to_receive() tells the transfer, which calls receive(). The engine that
+    computes such a prompt announces its blocks and holds them in `leases`. A sequence whose prefix
+    tiers hold is LOADING in the same way, from admission.take_loads() to end_load(). What
+    schedule() evicts is in take_evicted() until the batch runs.
 
     Drafts are tokens after the known ones: they take budget and blocks that nobody else needs, and
     update() counts the accepted ones as computed. A caller that overlaps must not bring drafts.
@@ -77,37 +76,32 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         meter: StepMeter | None = None,
     ) -> None:
-        self._full_budget = config.budget
-        self._budget = self._full_budget  # less for a while after a step ran out of memory
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len"):
             value = getattr(config, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.config = config
-        self.pool = pool
-        self.limits = Limits(config, kv_tokens(pool, config))
-        self._eos = eos_token_ids
-        self._slides = pool.sliding.num_groups > 0
-        self._order = 0
-        self._now_ns = 0
+        self.config, self.pool = config, pool
+        self.limits = Limits.of(config, pool)
+        self.meter = meter or StepMeter()  # the caller tells it when time has passed
+        self.leases = Leases(pool)
+        # A prompt that may not be split takes its images as they are.
+        patches = config.encoder_budget if config.chunked_prefill else None
+        self.images = EncoderCache(patches, config.encoder_share, config.image_tokens)
+        self.token_texts: Items[str] = ()  # of the vocabulary: what spells the end of reasoning
         self.looks_up = False  # drafts are taken from the sequences, not from results
         self.has_matches = False  # something was found in the last batch that was looked up
-        self._drafting = False  # some sequence may have drafts
-        self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
-        self._draining = False
+        self.drafting = False  # some sequence may have drafts: the next batch may verify them
+        self._queues, self._ledger = Queues(), BlockLedger(pool, config.most_new_tokens)
         self._counters = EngineStats(num_kv_blocks=pool.num_blocks)
-        self._queues, self._ledger = RequestQueues(), BlockLedger(pool, config.most_new_tokens)
-        self.leases = Leases(pool)
-        holders = self._queues, self._ledger
-        self.meter = meter or StepMeter()  # the caller tells it when time has passed
-        self._endings = Endings(*holders, self.leases, self._counters, self.meter)
-        self.receiving = Receiving(*holders, self._endings, self._counters, config.max_model_len)
-        self.loading = Loading(*holders)
-        # A prompt that may not be split takes its images as they are.
-        budget = config.encoder_budget if config.chunked_prefill else None
-        self.images = EncoderCache(budget, config.encoder_share, config.image_tokens)
-        self._admission = Admission(
-            config, *holders, self.receiving, self.loading, self.images, self._counters, self.meter
+        self._budget = config.budget  # less for a while after a step ran out of memory
+        self._eos = eos_token_ids
+        self._order = 0
+        self._now_ns = 0
+        self._held: set[str] = set()
+        self._late: list[Item] = []  # (sequence, end) of full blocks whose last token is PENDING
+        self._finished: list[RequestOutput] = []  # terminal outputs that no batch produces
+        self.admission = Admission(
+            config, self._queues, self._ledger, self.images, self.meter, self._counters
         )
 
     @property
@@ -125,28 +119,37 @@ class Scheduler:
         """Queue a request; one that cannot run gets its REJECT from take_finished()."""
         refusal = self._refusal(request)
         if refusal is not None:
-            self._endings.reject(request.request_id, *refusal)
+            self._count_end(FinishReason.REJECT)
+            self._finished.append(End(FinishReason.REJECT, *refusal).output(request.request_id))
             return
         self._order += 1
-        seq = self.limits.sequence(request, self._order, self._eos)
         self.leases.open(request)
-        self._queues.add(seq)
+        self._queues.add(self.limits.sequence(request, self._order, self._eos, self.token_texts))
+
+    def _refusal(self, request: Request) -> tuple[str, str] | None:
+        """Why a request is not taken: (stop_reason, a sentence), or None."""
+        if request.request_id in self._queues or request.request_id in self.leases:
+            return "duplicate_id", f"request_id {request.request_id!r} is already in use"
+        return self.limits.refusal(request, self._queues.num_waiting)
 
     def abort(self, request_id: str) -> None:
         """End a request with ABORT, or its lease; unknown or finished ids are ignored."""
-        seq = self._queues.get(request_id)
-        if seq is not None:
-            self._endings.end_between_steps(seq, End(FinishReason.ABORT))
+        if request_id in self._queues:
+            self._end_between_steps(request_id, End(FinishReason.ABORT))
         else:
             self.leases.release(request_id)
 
-    def drain(self) -> None:
-        """Refuse new requests from now on; those already here run to their end."""
-        self._draining = True
+    def end_in_error(self, request_id: str, stop_reason: str, message: str) -> None:
+        """End a request: what it needs will not come; unknown ids are ignored."""
+        self._end_between_steps(request_id, End(FinishReason.ERROR, stop_reason, message))
+
+    def hold(self, request_ids: set[str]) -> None:
+        """Let these running requests sit out steps, and no others, until this is called again."""
+        self._held = request_ids
 
     def has_work(self) -> bool:
         """True while a request waits or runs here, or a terminal output waits to be taken."""
-        return len(self._queues) > len(self.receiving) or bool(self._endings)
+        return len(self._queues) > len(self._queues.outside) or bool(self._finished)
 
     def num_output_tokens(self, request_id: str) -> int:
         """Return how many tokens of an answer are known; 0 of one that is not here."""
@@ -155,26 +158,59 @@ class Scheduler:
 
     def take_finished(self) -> list[RequestOutput]:
         """The terminal outputs of rejected, aborted and expired requests, each once."""
-        return self._endings.take()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _end_between_steps(self, request_id: str, end: End) -> None:
+        seq = self._queues.get(request_id)
+        if seq is not None:
+            self._finished.append(self._end(seq, end))
+
+    def _end(self, seq: Sequence, end: End) -> RequestOutput:
+        """End a request that has no new token; returns its terminal output."""
+        self._finish(seq, end.reason)
+        return end.output(seq.request_id, seq.num_cached_tokens, seq.scheduled_ns, seq.cost)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """The one place where a request ends: free what it holds."""
+        self.meter.settle(seq)
+        self._count_end(reason)
+        spent = seq.thinking is not None and seq.thinking.is_spent
+        self._counters.num_budgets_spent += spent and seq.request.hold_kv_s is None
+        self.leases.abandon(seq.request_id)
+        is_outside = seq.request_id in self._queues.outside
+        self._queues.move(seq, Status.ENDED)
+        if is_outside:
+            self._ledger.abandon(seq)
+        else:
+            self._ledger.retire(seq)
+
+    def _count_end(self, reason: FinishReason) -> None:
+        finished = self._counters.num_finished
+        finished[reason.value] = finished.get(reason.value, 0) + 1
+
+    # What others ask.
 
     def stats(self) -> EngineStats:
         """Counters since start, and gauges now."""
+        outside = self._queues.outside.values()
+        num_loading = sum(seq.status is Status.LOADING for seq in outside)
         return replace(
             self._counters,
             num_steps=self._ledger.num_launched,
-            num_waiting=len(self._queues.waiting),
+            num_waiting=self._queues.num_waiting,
             num_running=self._queues.num_running,
             num_kv_blocks_used=self.pool.num_used,
             num_kv_blocks_slid=self._ledger.num_slid,
+            num_branch_points=self.pool.points.num_inside,
             num_finished=dict(self._counters.num_finished),
-            num_receiving=len(self.receiving) - self.loading.num_live,
-            num_loading=self.loading.num_live,
+            num_receiving=len(outside) - num_loading,
+            num_loading=num_loading,
             num_leases=len(self.leases),
             num_leases_expired=self.leases.num_expired,
             num_drafted=list(self._counters.num_drafted),
             num_accepted=list(self._counters.num_accepted),
             num_images_encoded=self.images.num_encoded,
-            num_images_received=self.images.num_received,
             num_image_hits=self.images.num_hits,
             num_patches_encoded=self.images.num_patches,
             num_gpus=self.meter.num_gpus,
@@ -186,19 +222,14 @@ class Scheduler:
         """What the requests that have not ended have taken so far, by id."""
         return {seq.request_id: self.meter.cost(seq) for seq in self._queues.started()}
 
-    def _refusal(self, request: Request) -> tuple[str, str] | None:
-        """Why a request is not taken: (stop_reason, a sentence), or None."""
-        if self._draining:
-            return "draining", "the engine is draining and takes no new requests"
-        if request.request_id in self._queues or request.request_id in self.leases:
-            return "duplicate_id", f"request_id {request.request_id!r} is already in use"
-        return self.limits.refusal(request, len(self._queues.waiting))
-
-    # A step is chosen.
+    @property
+    def draft_counts(self) -> tuple[list[int], list[int]]:
+        """Return the verified drafts by position, and how many of them were accepted."""
+        return self._counters.num_drafted, self._counters.num_accepted
 
     def load(self) -> tuple[int, int]:
         """Return the number of unfinished requests, and of the tokens whose KV they need."""
-        waiting = sum(s.num_tokens for s in self._queues.waiting.sequences())
+        waiting = sum(seq.num_tokens for seq in self._queues.waiting())
         return len(self._queues), self.pool.num_used_tokens + waiting
 
     def outlook(self) -> tuple[int, int]:
@@ -208,10 +239,22 @@ class Scheduler:
         requests as far as there are places, once the first of them finds its blocks.
         """
         running = [seq for seq in self._queues.running if not seq.finished]
-        num_begun = sum(_is_context(seq) for seq in running)
+        num_begun = sum(map(_is_context, running))
         num_decoding = len(running) - num_begun
-        num_starting = self._admission.num_startable(self._budget - num_decoding)
-        return num_begun + num_starting, num_decoding
+        budget = self._budget - num_decoding
+        return num_begun + self.admission.num_startable(len(running), budget), num_decoding
+
+    def take_evicted(self) -> list[Page]:
+        """What schedule() has evicted, but for what a batch in flight may still write."""
+        unsure = {block_id for _, ids in self._ledger.behind.values() for block_id in ids}
+        unsure.update(self._ledger.dropped)
+        return [page for page in self.pool.take_evicted() if unsure.isdisjoint(page.block_ids)]
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """About so many of the next sequences to run, but for those whose KV is near."""
+        return [seq for seq in self._queues.next_waiting(count) if not seq.near]
+
+    # A step is chosen.
 
     def schedule(self, now_ns: int, hold_context: bool = False) -> Batch:
         """Choose the next batch: running requests first, then waiting ones in order.
@@ -224,23 +267,16 @@ class Scheduler:
             raise RuntimeError(
                 "schedule() was called before update(), fail() or advance() of the last batch"
             )
-        self._now_ns = now_ns
-        self._expire()
-        self._queues.sweep()
-        self.images.begin(self._texts_beside_images())
-        ledger.reserved = 0
-        if self.loading:
-            self.loading.reserve()
-        if self._budget < self._full_budget and ledger.num_launched % _RECOVERY_STEPS == 0:
-            self._budget = min(2 * self._budget, self._full_budget)
-        step = Step(now_ns, self._step_budget(), hold_context)
-        if hold_context or not self._admission.admit_alone(step):
+        self._now_ns = self.admission.now_ns = now_ns
+        self._begin_step()
+        step = Step(self._step_budget(), hold_context)
+        if hold_context or not self.admission.admit_alone(step):
             preemptions = self._counters.num_preemptions
             self._schedule_running(step)
-            if step.budget and self._drafting:
+            if step.budget and self.drafting:
                 add_drafts(step, ledger)
             if preemptions == self._counters.num_preemptions:
-                self._admission.admit(step)
+                self.admission.admit(step)
         if not step.singles and not step.chunks:
             return Batch()
         num_tokens = len(step.singles) + sum(num_new for _, num_new in step.chunks)
@@ -248,6 +284,20 @@ class Scheduler:
         batch.dropped_images = self.images.take_dropped()
         batch.begun_images = self.images.begun_images()
         return batch
+
+    def _begin_step(self) -> None:
+        """End what is overdue, and count anew what is promised."""
+        queues, ledger = self._queues, self._ledger
+        for seq in queues.overdue(self._now_ns):
+            self._end_between_steps(seq.request_id, End(FinishReason.ABORT, "deadline"))
+        if self.leases:
+            self.leases.expire(self._now_ns)
+        queues.sweep()
+        self.images.begin(self._texts_beside_images())
+        ledger.reserved = 0
+        self.admission.reserve_for_loads()
+        if self._budget < self.config.budget and ledger.num_launched % _RECOVERY_STEPS == 0:
+            self._budget = min(2 * self._budget, self.config.budget)
 
     def _step_budget(self) -> int:
         """Tokens of the next step: fewer where prompts share it with a few requests that decode.
@@ -263,45 +313,21 @@ class Scheduler:
             return self._budget
         return shared
 
-    def take_evicted(self) -> list[Page]:
-        """What schedule() has evicted, but for what a batch in flight may still write."""
-        unsure = {block_id for _, ids in self._ledger.behind.values() for block_id in ids}
-        unsure.update(self._ledger.dropped)
-        return [page for page in self.pool.take_evicted() if unsure.isdisjoint(page.block_ids)]
-
-    def upcoming(self, count: int) -> list[Sequence]:
-        """About so many of the next sequences to run, but for those whose KV is near."""
-        return [seq for seq in self._queues.waiting.next_few(count) if not seq.near]
-
-    def end_load(self, load: Load, loaded: bool) -> None:
-        """Run the sequence of a load, or let it wait again where that failed."""
-        seq = load.seq
-        if self.loading.over(load, loaded):
-            if not seq.started:
-                self._admission.count_start(seq, self._now_ns)
-            self.meter.takes(seq, seq.num_tokens - seq.num_computed_tokens)
-
     def _texts_beside_images(self) -> int | None:
         """Prompt tokens of texts that are ahead, where prompts with images run in parts.
 
         They do where requests decode and few images are ahead: then short steps matter most.
         """
         queues = self._queues
-        if not self.images.divides or len(queues.waiting) > _FEW_WAITING:
+        if not self.images.divides or queues.num_waiting > _FEW_WAITING:
             return None
         ahead = [seq for seq in queues.running if _is_context(seq)]
         decoding = len(ahead) < len(queues.running)
-        ahead += queues.waiting.sequences()
+        ahead += queues.waiting()
         texts = [seq for seq in ahead if not seq.image_end]
         if not decoding or not 0 < len(ahead) - len(texts) <= _FEW_IMAGES:
             return None
         return sum(seq.num_tokens - seq.num_computed_tokens for seq in texts)
-
-    def _expire(self) -> None:
-        for seq in self._queues.overdue(self._now_ns):
-            self._endings.end_between_steps(seq, End(FinishReason.ABORT, "deadline"))
-        if self.leases:
-            self.leases.expire(self._now_ns)
 
     def _schedule_running(self, step: Step) -> None:
         """Give each running sequence its next tokens.
@@ -311,10 +337,11 @@ class Scheduler:
         running, size = self._queues.running, self.pool.block_size
         singles, chunks, budget = step.singles, step.chunks, step.budget
         filled: list[Item] = []
+        held = self._held
         for index, seq in enumerate(running):
             end = len(seq.token_ids)
-            if end >= seq.max_len:  # it ends when its PENDING token is known
-                continue
+            if end >= seq.limit or seq.request_id in held:
+                continue  # its PENDING token decides whether and how it goes on, or it sits out
             num_new = end - seq.num_computed_tokens
             if num_new == 1 and end < seq.capacity:  # most of them, in most steps
                 singles.append((seq, 1))
@@ -355,13 +382,13 @@ class Scheduler:
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Give a sequence blocks up to `end`, preempting from the tail; False if it went itself."""
         needed = num_blocks = -(-end // self.pool.block_size) - len(seq.block_ids)
-        if self._slides:
-            self._ledger.slide(seq, in_flight=self._ledger.num_in_flight > 0)
+        if self.pool.sliding.num_groups:
+            self._ledger.slide(seq)
             needed = self._ledger.num_needed(num_blocks)
-        if self._drafting:
+        if self.drafting:
             make_room(needed, self._queues.running, self._ledger)
         while self.pool.num_free < needed:
-            victim = self._queues.running.pop()
+            victim = self._queues.running[-1]
             self._requeue(victim)
             if victim is seq:
                 return False
@@ -374,8 +401,30 @@ class Scheduler:
         self.meter.settle(seq)
         seq.num_computed_tokens = 0
         seq.draft_ids = []
-        self._queues.waiting.push(seq)
+        self._queues.move(seq, Status.WAITING)
         self._counters.num_preemptions += 1
+
+    def receive(self, seq: Sequence, token_id: int) -> None:
+        """Run a sequence: the KV of its prompt is in its blocks, and its first token is known."""
+        pool, first = self.pool, seq.num_inserted_blocks
+        seq.num_computed_tokens = seq.num_tokens
+        if pool.prefix_cache:
+            cache_blocks(pool, [(seq, seq.num_tokens)])
+        num_blocks = -(-seq.num_tokens // pool.block_size)
+        num_seen = (num_blocks - seq.window_first) * pool.sliding.num_groups
+        self._counters.num_kv_blocks_received += num_blocks - first + num_seen
+        seq.token_ids.append(token_id)
+        request_limits.take_in(seq)
+        self._ledger.take_slot(seq)
+        self._queues.move(seq, Status.RUNNING)
+        self.meter.takes(seq, 1)
+        if seq.num_tokens >= seq.max_len:
+            reason = request_limits.length_reason(seq, self.config.max_model_len)
+            self._end_between_steps(seq.request_id, End(FinishReason.LENGTH, reason))
+
+    def release(self, seq: Sequence) -> None:
+        """Free the blocks of a sequence that ended while it received: no transfer writes there."""
+        self._ledger.release_abandoned(seq)
 
     # A step is accounted for.
 
@@ -391,6 +440,12 @@ class Scheduler:
             if samples:
                 seq.token_ids.append(PENDING)
             batch.samples.append(samples)
+        for index in batch.unsampled:
+            seq, _ = batch.items[index]
+            if batch.samples[index]:
+                batch.samples[index] = False
+                seq.token_ids.pop()
+                seq.num_computed_tokens -= 1
 
     def update(self, batch: Batch, result: StepResult) -> list[RequestOutput]:
         """Account for a step: append its tokens, end what has to end, and return what is new."""
@@ -401,12 +456,12 @@ class Scheduler:
                 f"token_ids and {len(all_logprobs)} logprobs"
             )
         self._ledger.collect(batch)
+        outputs = self._fail_items(batch, result.errors) if result.errors else []
         for index, entries in result.prompt_logprobs.items():
             batch.items[index][0].extend_prompt_logprobs(entries)
-        outputs: list[RequestOutput] = []
-        num_kept = 0
+        num_kept, ended = 0, Status.ENDED
         for index, (seq, _) in enumerate(batch.items):
-            if seq.finished:
+            if seq.status is ended:
                 continue
             tokens, sampled = self._count(batch, index, result.token_ids[index])
             token_ids = seq.token_ids
@@ -414,7 +469,7 @@ class Scheduler:
             if not sampled and not tokens:
                 continue
             if not sampled or not tokens:
-                outputs.append(self._endings.end(seq, _MISCOUNT))
+                outputs.append(self._end(seq, _MISCOUNT))
                 continue
             output = RequestOutput(
                 seq.request_id,
@@ -429,7 +484,7 @@ class Scheduler:
             )
             outputs.append(output)
             token = tokens[0]
-            if len(tokens) == 1 and token not in seq.stop_ids and num_tokens + 1 < seq.max_len:
+            if len(tokens) == 1 and token not in seq.stop_ids and num_tokens + 1 < seq.look_at:
                 token_ids.append(token)
                 num_kept += 1
             elif seq.request.hold_kv_s is not None and not seq.block_ids:
@@ -438,30 +493,8 @@ class Scheduler:
                 self._append(seq, output)
                 num_kept += len(output.token_ids)
         self._counters.num_output_tokens += num_kept
-        self._counters.num_relaxed += result.num_relaxed
-        if self.looks_up:
-            self._look_up(batch, result)
-        if self._drafting or result.draft_ids is not None:
-            take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
-            self._drafting = any(seq.draft_ids for seq in self._queues.running)
-        self._hash_late()
-        self.leases.announce_computed(batch)
-        if self._slides:
-            self._slide(batch)
+        self._settle_blocks(batch, result)
         return outputs
-
-    def _look_up(self, batch: Batch, result: StepResult) -> None:
-        """Find drafts in the sequences; a batch that runs already has begun without them."""
-        drafts = look_up(batch) if batch.num_to_draft else []
-        self.has_matches = any(drafts)
-        if drafts and not self._ledger.num_in_flight:
-            result.draft_ids = drafts
-
-    def _slide(self, batch: Batch) -> None:
-        """Free what is behind the window of sequences that computed many tokens at once."""
-        for seq, num_new in batch.items:
-            if num_new > 1 and not seq.finished and seq.block_ids:
-                self._ledger.slide(seq, in_flight=False)
 
     def _count(self, batch: Batch, index: int, tokens: list[int]) -> tuple[list[int], bool]:
         """Count an item as computed; returns its tokens, and whether it had to sample any."""
@@ -472,25 +505,44 @@ class Scheduler:
             return tokens, batch.samples[index]
         seq.num_computed_tokens += num_new
         num_drafts = seq.num_computed_tokens - len(seq.token_ids)
+        if index in batch.unsampled:
+            seq.num_computed_tokens = len(seq.token_ids) - 1  # the last token is computed again
+            return [], False
         if num_drafts > 0:
             tokens = verified(seq, tokens, *self.draft_counts)
         return tokens, num_drafts >= 0
 
-    @property
-    def drafting(self) -> bool:
-        """True while a sequence has drafts: the next batch may verify them."""
-        return self._drafting
+    def _append(self, seq: Sequence, output: RequestOutput) -> None:
+        """Append the output's tokens, cut both at the first stop and end the request there."""
+        request_limits.append(seq, output, self._eos, self.config.max_model_len)
+        if output.finish_reason is None:
+            return
+        self._counters.num_loops_ended += output.stop_reason == LOOP
+        output.cost = seq.cost
+        if output.stop_reason == PREFILLED:
+            self.leases.hold(seq, output.token_ids[-1], self._now_ns)
+        if seq.draft_ids:
+            cache_computed(self.pool, seq)
+        self._finish(seq, output.finish_reason)
 
-    @property
-    def draft_counts(self) -> tuple[list[int], list[int]]:
-        """Return the verified drafts by position, and how many of them were accepted."""
-        return self._counters.num_drafted, self._counters.num_accepted
-
-    def _hash_late(self) -> None:
-        """Cache the blocks whose last token has become known; the next batch computes it."""
-        late, self._late = self._late, []
+    def _settle_blocks(self, batch: Batch, result: StepResult) -> None:
+        """Take up new drafts, and cache, announce and free what the tokens of a step allow."""
+        if self.looks_up:
+            drafts = look_up(batch) if batch.num_to_draft else []
+            self.has_matches = any(drafts)
+            if drafts and not self._ledger.num_in_flight:  # a batch that runs began without them
+                result.draft_ids = drafts
+        if self.drafting or result.draft_ids is not None:
+            take_drafts(batch, result.draft_ids or [[] for _ in batch.items], self._ledger)
+            self.drafting = any(seq.draft_ids for seq in self._queues.running)
+        late, self._late = self._late, []  # their last tokens are known now
         if self.pool.prefix_cache:
             cache_blocks(self.pool, [(seq, end) for seq, end in late if not seq.finished])
+        self.leases.announce_computed(batch)
+        if self.pool.sliding.num_groups:
+            for seq, num_new in batch.items:
+                if num_new > 1 and not seq.finished and seq.block_ids:
+                    self._ledger.slide(seq)
 
     def preempt(self, batch: Batch, message: str) -> list[RequestOutput]:
         """Run the requests of a step that did not fit into memory again, in steps half as large.
@@ -500,93 +552,77 @@ class Scheduler:
         divisible = batch.num_tokens if self.config.chunked_prefill else len(batch.items)
         if divisible <= 1 or batch.samples is not None:
             return self.fail(batch, message)
-        readers = self._readers(batch)
-        lost = [seq for seq in readers if seq.remote]
-        for seq in readers:
-            if not seq.remote:
-                self.loading.spoil(seq)
-        for seq in [seq for seq, _ in batch.items] + lost:
-            self.pool.forget(seq.block_ids + seq.window_ids)
+        lost: list[Sequence] = []
+        for seq in self._readers(batch, batch.items):
+            if seq.status is Status.RECEIVING:
+                lost.append(seq)
+            else:
+                self.admission.spoil_load(seq)
+        self._ledger.forget([seq for seq, _ in batch.items] + lost)
         self._ledger.collect(batch)
         self._budget = max(1, min(self._budget, batch.num_tokens) // 2)
         self._queues.sweep()
         for seq, _ in batch.items:
             if not seq.finished:
-                self._queues.running.remove(seq)
                 self._requeue(seq)
         self._ledger.tell_again(batch)
-        return [self._endings.end(seq, End(FinishReason.ERROR, error=message)) for seq in lost]
+        return [self._end(seq, End(FinishReason.ERROR, error=message)) for seq in lost]
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
         """End the items of a failed step and their readers in ERROR; nothing of it stays cached."""
-        seqs = [seq for seq, _ in batch.items] + self._readers(batch)
-        for seq in seqs:
-            self.pool.forget(seq.block_ids + seq.window_ids)
+        seqs = [seq for seq, _ in batch.items] + self._readers(batch, batch.items)
+        self._ledger.forget(seqs)
         self.pool.forget(self._ledger.dropped)
         for _, behind in self._ledger.behind.values():
             self.pool.forget(behind)
         self._late = []  # these sampled in the batch and end with it
         self._ledger.collect(batch)
         end = End(FinishReason.ERROR, error=message)
-        outputs = [self._endings.end(seq, end) for seq in seqs if not seq.finished]
+        outputs = [self._end(seq, end) for seq in seqs if not seq.finished]
         self._ledger.tell_again(batch)
         return outputs
 
-    def _readers(self, batch: Batch) -> list[Sequence]:
-        """Return the sequences that will read what this batch had to write."""
-        launched = batch.samples is not None
-        readers = self.receiving.sequences() + (self._queues.running if launched else [])
-        groups = self.pool.sliding.num_groups
-        written: set[int] = set()
-        for seq, num_new in batch.items if readers else []:
-            first = (seq.num_computed_tokens - launched * num_new) // self.pool.block_size
-            written.update(seq.block_ids[first:])
-            for start, ids in self._ledger.window_parts(seq):
-                written.update(ids[max(0, first - start) * groups :])
-        return [seq for seq in readers if not written.isdisjoint(seq.block_ids + seq.window_ids)]
+    def _fail_items(self, batch: Batch, errors: dict[int, str]) -> list[RequestOutput]:
+        """End some items of a step that went well, and who reads what they had to write."""
+        ends: dict[Sequence, End] = {}
+        for index, message in errors.items():
+            item, end = batch.items[index], End(FinishReason.ERROR, error=message)
+            for seq in (item[0], *self._readers(batch, [item], self._queues.running)):
+                ends.setdefault(seq, end)
+        self._ledger.forget(list(ends))
+        return [self._end(seq, end) for seq, end in ends.items() if not seq.finished]
 
-    def _append(self, seq: Sequence, output: RequestOutput) -> None:
-        """Append the output's tokens, cut both at the first stop and end the request there."""
-        stops.append(seq, output, self._eos, self.config.max_model_len)
-        if output.finish_reason is None:
-            return
-        output.cost = seq.cost
-        if output.stop_reason == PREFILLED:
-            self.leases.hold(seq, output.token_ids[-1], self._now_ns)
-        if seq.draft_ids:
-            cache_computed(self.pool, seq)
-        self._endings.finish(seq, output.finish_reason)
+    def _readers(
+        self, batch: Batch, items: list[Item], running: list[Sequence] | None = None
+    ) -> list[Sequence]:
+        """Return the sequences that will read what these items of a batch had to write."""
+        launched = batch.samples is not None
+        running = self._queues.running if launched else running or []
+        candidates = [*self._queues.outside.values(), *running]
+        return self._ledger.readers(items, launched, candidates)
 
     # Steps that nobody has to choose.
 
-    def quiet_steps(self, most: int) -> Quiet | None:
+    def decode_only_run(self, most: int) -> DecodeOnlyRun | None:
         """Look at the next steps, `most` at most: None where the next one does more than decode.
 
-        Where a waiting request could start, they are quiet while context is held. Until they are
+        Where a waiting request could start, they only decode while context is held. Until they are
         over outlook() stays as it is. A prefix cache, sliding layers, drafts, leases and deadlines
         make every step count.
         """
-        queues, pool = self._queues, self.pool
+        queues, pool, ledger = self._queues, self.pool, self._ledger
         queues.sweep()
-        counted = pool.prefix_cache or self._slides or self._drafting or self.leases
-        if counted or self._ledger.reserved or self._ledger.num_in_flight or not queues.running:
+        counted = pool.prefix_cache or pool.sliding.num_groups or self.drafting or self.leases
+        if counted or ledger.reserved or ledger.num_in_flight or not queues.running:
             return None
         if len(queues.running) > self._budget or queues.has_deadlines:
             return None
-        needed = self._admission.num_blocks_to_start(self._budget - len(queues.running))
+        needed = self.admission.num_blocks_to_start(self._budget - len(queues.running))
         if needed is None:
             return None
-        return look_ahead(queues.running, pool.block_size, pool.num_free - needed, most)
+        return decode_only.look_ahead(queues.running, pool.block_size, pool.num_free - needed, most)
 
-    def leap(self, tokens: list[int]) -> None:
-        """Take as many quiet steps as there are tokens; each running sequence gets all of them."""
-        leap(self._queues.running, self._ledger, tokens)
+    def skip_decode_steps(self, tokens: list[int]) -> None:
+        """Take as many steps as there are tokens; each running sequence gets all of them."""
+        decode_only.skip_decode_steps(self._queues.running, self._ledger, tokens)
         self._counters.num_output_tokens += len(tokens) * len(self._queues.running)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where queues, sequences and the block pool disagree."""
-        queues = self._queues
-        queues.check_integrity()
-        running = [seq for seq in queues.running if not seq.finished]
-        receiving = self.receiving.sequences()
-        self._ledger.check_integrity(running, receiving, self.leases.block_tables)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.flags import IMAGE_SIZE, split_list
+from tokenmill.core.installation import with_recipes
 from tokenmill.core.types import SamplingParams
 from tokenmill.core.video import VideoParams, VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
@@ -63,6 +65,12 @@ ENDPOINT_DATA, ENDPOINT_REPORT = (
 )
 CONFIG_FILE = "tokenmill.toml"
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
+OTHER_VARIABLES = {
+    CONFIG_VARIABLE,
+    "TOKENMILL_CACHE",
+    "TOKENMILL_CPU_ISA",
+    "TOKENMILL_TRACEBACK",
+}
 
 Config = TypeVar("Config")
 SETTINGS: dict[str, Setting] = {
@@ -80,6 +88,7 @@ _MODEL_OF_VIDEO = {
     "wan2.2-t2v-a14b or wan-tiny.",
     "dtype": "Compute type of the experts; auto: bf16 on a GPU, else fp32.",
     "device": "",
+    "share-gpus": "",
     "num-threads": "",
     "random-weights": "Random weights: the video is noise.",
     "weights-seed": "",
@@ -153,30 +162,57 @@ def load(
     environ: Mapping[str, str] = os.environ,
     defaults: Mapping[str, Any] | None = None,
     offered: Iterable[Setting] = (),
+    command: Sequence[str] = (),
 ) -> Settings:
     """Join flags (by key; None is not given), environment, TOML file and a command's defaults.
 
-    `config` is the --config flag. Only keys of `flags` are taken: a file or an environment may
-    also set what other commands read. `offered` are settings with a kind of this
-    command's own, such as several numbers where others take one.
+    `config` is the --config flag. Only keys of `flags` are taken: the environment may also set
+    what other commands read, and so may a file below their names. `offered` are settings with a
+    kind of this command's own, such as several numbers where others take one.
     """
     table = SETTINGS | {setting.key: setting for setting in offered}
     values = dict(defaults or {})
     path = config_path(config, environ)
-    for source in (_from_file(path, table), _from_environment(environ, table)):
-        values |= {key: value for key, value in source.items() if key in flags}
+    for _, given in sources(flags, path, environ, table, command):
+        values |= given
     for key, value in flags.items():
         if value is not None and value != () and value != []:
             values[key] = read_value(table[key], value, "--" + key)
     return Settings(values)
 
 
+def sources(
+    keys: Iterable[str],
+    path: Path | None,
+    environ: Mapping[str, str],
+    table: Mapping[str, Setting],
+    command: Sequence[str],
+) -> list[tuple[str, dict[str, Any]]]:
+    """What the file and then the environment set of these keys, each under its name."""
+    wanted = set(keys)
+    file = {} if path is None else _from_file(path, table, wanted, command)
+    found = {"environment": _from_environment(environ, table)}
+    return [
+        (name, {key: value for key, value in values.items() if key in wanted})
+        for name, values in ({str(path): file} | found).items()
+    ]
+
+
+def unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable of ours that nothing reads."""
+    known = {name for s in SETTINGS.values() for name, _ in _names(s, s.variable, "TOKENMILL_NO_")}
+    for name in sorted(environ):
+        if name.startswith("TOKENMILL_") and name not in known | OTHER_VARIABLES:
+            near = get_close_matches(name, known, 1)
+            yield f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+
+
 def config_path(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The file of --config, of TOKENMILL_CONFIG, or ./tokenmill.toml where there is one."""
     if flag is not None:
-        return flag
+        return with_recipes(flag)
     if environ.get(CONFIG_VARIABLE):
-        return Path(environ[CONFIG_VARIABLE])
+        return with_recipes(Path(environ[CONFIG_VARIABLE]))
     return Path(CONFIG_FILE) if Path(CONFIG_FILE).is_file() else None
 
 
@@ -219,22 +255,46 @@ def _put(values: dict[str, Any], setting: Setting, raw: Any, source: str, negate
     values[setting.key] = not value if negated else value
 
 
-def _from_file(path: Path | None, table: Mapping[str, Setting]) -> dict[str, Any]:
-    if path is None:
-        return {}
+def _from_file(
+    path: Path, table: Mapping[str, Setting], wanted: set[str], command: Sequence[str]
+) -> dict[str, Any]:
+    """The keys outside all tables, and those of the command's own, such as [bench.endpoint]."""
+    found = _read_toml(path)
+    values = _flat(path, found, table)
+    own: Any = found
+    for word in command:
+        own = own.get(word, {}) if isinstance(own, dict) else {}
+    if command and isinstance(own, dict):
+        values |= _flat(path, own, table)
+        if foreign := sorted(values.keys() - wanted):
+            raise SettingsError(
+                f"{path}: {foreign[0]!r} is no setting of {' '.join(command)}; "
+                "write it below the name of its command, such as [serve]"
+            )
+    return values
+
+
+def _flat(path: Path, found: Mapping[str, Any], table: Mapping[str, Setting]) -> dict[str, Any]:
     known = {
         name: (setting, negated)
         for setting in table.values()
         for name, negated in _names(setting, setting.key, "no-")
     }
     values: dict[str, Any] = {}
-    for key, raw in _read_toml(path).items():
+    for key, raw in found.items():
+        if isinstance(raw, dict):
+            continue
         name = key.replace("_", "-")
         if name not in known:
             raise SettingsError(f"{path}: unknown key {key!r}{_suggestion(name, known)}")
         setting, negated = known[name]
         _put(values, setting, raw, f"{path}: {key}", negated)
     return values
+
+
+def tables_of(path: Path) -> set[str]:
+    """The names of a file's tables, which are words of commands."""
+    return {key for key, value in _read_toml(path).items() if isinstance(value, dict)}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -247,7 +307,5 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
     near = get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else "; keys are the flags, such as max-num-seqs"

@@ -35,14 +35,22 @@ POOL = (
         default=(),
     ),
 )
+JOIN = (
+    Setting(
+        "join",
+        "HOST:PORT of the server, as its --join-listen; by default LWS_LEADER_ADDRESS, port 7001.",
+        TEXT,
+    ),
+)
 # Settings of SERVER and POOL that servers of ranking and video models refuse.
 TEXT_SERVER_ONLY = frozenset(
     (
         *("fronts", "stream-interval", "max-pending", "tool-parser", "reasoning-parser"),
         *("chat-template", "template-date", "default-max-tokens", "max-stored-responses"),
         *("max-stored-response-size", "stored-response-age", "log-stats", "otlp-endpoint"),
-        *("prefill", "decode", "encoder", "remote-prefill-tokens", "kv-lease"),
-        *("prefill-set", "decode-set"),
+        *("prefill", "decode", "remote-prefill-tokens", "kv-lease"),
+        *("prefill-set", "decode-set", "join-listen", "token-file"),
+        *("kv-events", "kv-events-replay"),
     )
 )
 TASK = (
@@ -96,8 +104,8 @@ RANK_SERVER = (
 RANK_TABLES = (
     Setting(
         "table",
-        "Table outside the model's folder: item=PATH of a file, folder or database; repeat the "
-        "flag for user=PATH.",
+        "Table outside the model's folder: item=PATH of a file or folder; repeat the flag for "
+        "user=PATH.",
         TEXT,
         repeated=True,
         default=(),
@@ -109,13 +117,6 @@ RANK_TABLES = (
         default=0,
     ),
 )
-RANK_TRAIN = (
-    Setting("users", "Users of the data set.", count(1), default=200),
-    Setting("items", "Items of the data set, a multiple of 16.", count(16), default=2048),
-    Setting("candidates", "Candidates of a request.", count(1), default=64),
-    Setting("train-steps", "Batches of 16 requests to train on.", count(1), default=300),
-)
-FRONT = (Setting("join", "Server to join, as HOST:PORT of one of its fronts.", TEXT),)
 LADDER = (
     Setting("rungs", "Rungs to run, separated by commas; each also has all before it on.", TEXT),
     Setting(
@@ -124,7 +125,7 @@ LADDER = (
         number(0, math.inf, "USD"),
         default=3.0,
     ),
-    Setting("plot", "Write the bars to this .svg or .html file.", TEXT),
+    Setting("plot", "Write the bars to this .html file.", TEXT),
 )
 MTP = (
     Setting("depths", "Numbers of drafts to measure (1,2,3).", numbers(read_int, 1, "N[,N...]")),
@@ -229,6 +230,11 @@ COMPARE = (
         default=0.05,
     ),
     Setting("html", "Write the comparison to this .html file, too.", TEXT),
+    Setting(
+        "fail-on",
+        "Exit with status 1 if a round is worse than the first, or cannot be compared.",
+        one_of("worse"),
+    ),
 )
 PUBLISHED = (
     Setting("accelerator", "Only accelerators whose name has this, such as H200.", TEXT),
@@ -266,64 +272,33 @@ FRONTS = (
         DURATION_MS,
         default=0.0,
     ),
-)
-LOADS = (
     Setting(
-        "loads",
-        "Run every policy on all kinds of load, instead of a trace, with costs of a GPU and a CPU.",
+        "by-events",
+        "Replay twice: as in serve, and with a router that knows of caches by published events, "
+        "as `tokenmill route` does; compare hits and TTFT.",
         SWITCH,
         default=False,
     ),
-    Setting("load-requests", "Requests of a load.", count(24), default=256),
-    Setting("load-seeds", "Draws of each load, whose requests are pooled.", count(1), default=3),
 )
-ATTENTION_DP = (
-    Setting("ranks", "Ranks of attention data and expert parallelism.", count(1), default=8),
+SIMULATED_SYSTEM = (
     Setting(
         "gpu",
         "GPU of the system: h200, gb300 or another of plan/hardware.toml.",
         TEXT,
         default="h200",
     ),
-    Setting(
-        "max-output-len",
-        "Longer answers of --lengths are cut; MLPerf cuts DeepSeek-R1's here.",
-        count(2),
-        default=20_000,
-    ),
-    Setting(
-        "balance", "Also run with prompts held back; off: never hold them.", SWITCH, default=True
-    ),
+    Setting("balance", "Prompts wait until every rank has one.", SWITCH, default=True),
     Setting(
         "timeout-iters",
         "Most steps that prompts wait for ranks without a prompt.",
         count(0),
-        default=50,
+        default=6,
     ),
     Setting(
         "batching-wait-iters",
         "Steps that prompts wait for more prompts once every rank has one.",
         count(0),
-        default=10,
-    ),
-    Setting(
-        "compare-policies",
-        "Also run vLLM's rule (every n-th step), SGLang's rule (wait while ranks differ), and "
-        "steps so small that prompts are always spread over many.",
-        SWITCH,
-        default=False,
-    ),
-    Setting(
-        "search",
-        "Try several waits and sizes of a step, and name the fastest within --ttft-limit-ms.",
-        SWITCH,
-        default=False,
-    ),
-    Setting(
-        "ttft-limit-ms",
-        "Limit of --search on the p99 time from a slot on a rank to the first token.",
-        number(0, math.inf, "MS"),
-        default=2000.0,
+        default=2,
     ),
 )
 PLAN = (
@@ -408,81 +383,13 @@ COMMANDS = (
     ),
     Setting("url", "Talk to a running server, such as http://127.0.0.1:8000.", TEXT),
     Setting("chat", "Put the prompt through the model's chat template.", SWITCH, default=False),
-    Setting("json", "Print one JSON object instead of the text.", SWITCH, default=False),
-    Setting("json-only", "Print nothing but the JSON line.", SWITCH, default=False),
-    Setting("latest", "Latest requests to show one by one.", count(0), default=0),
-    Setting("num-running", "Requests that decode at once.", count(1), default=512),
-    Setting("num-steps", "Steps to measure.", count(1), default=200),
-    Setting("starts", "Measured starts with warm kernels; the median counts.", count(1), default=3),
     Setting(
-        "cold-kernels",
-        "Measure one start with empty caches of compiled kernels, too.",
+        "json",
+        "Print one JSON line instead of text.",
         SWITCH,
         default=False,
     ),
-    Setting(
-        "random-folder",
-        "Shape or config.json of a model that is written to disk with random weights.",
-        TEXT,
-    ),
-    Setting("kv-tokens", "Tokens whose KV moves.", count(16), default=2048),
-    Setting(
-        "conversations",
-        "Conversations, which take turns; with a trace, those that have several turns.",
-        count(1),
-        default=32,
-    ),
-    Setting("conversation-turns", "Turns of each conversation.", count(1), default=4),
-    Setting(
-        "turn-tokens",
-        "Tokens that a user adds in a turn; by default 112 on a CPU and 992 on a GPU.",
-        count(1),
-    ),
-    Setting(
-        "answer-tokens",
-        "Tokens of each answer, or of a trace's longest; by default 16 on a CPU and 32 on a GPU.",
-        count(1),
-    ),
-    Setting(
-        "num-users", "Requests in flight at a time; by default 2 on a CPU and 4 on a GPU.", count(1)
-    ),
-    Setting(
-        "trace-scale",
-        "Share of a trace's tokens that is replayed: 0.1 makes a prompt of 5,000 tokens 500 long.",
-        number(1e-3, 1),
-        default=1.0,
-    ),
-    Setting(
-        "time-limit",
-        "Seconds for all runs: only as many requests run as fit, the same in every run.",
-        number(1, 86400),
-    ),
-    Setting(
-        "working-set",
-        "KV of all conversations, as a multiple of the device's KV cache.",
-        number(0.1, 1000),
-        default=4.0,
-    ),
-    Setting(
-        "decode-batch",
-        "Sequences of a step; several sizes are measured one after another.",
-        numbers(read_int, 1, "N[,N...]"),
-        default=(32, 64, 128, 256),
-    ),
-    Setting("context", "Tokens that each sequence has in the cache.", count(1), default=4096),
-    Setting("fusions", "Also leave out one fused kernel after another.", SWITCH, default=False),
-    Setting(
-        "eplb-ranks",
-        "Ranks that share the experts of synthetic loads; several are run one after another.",
-        numbers(read_int, 1, "N[,N...]"),
-        default=(8, 32, 72),
-    ),
-    Setting(
-        "live-ranks",
-        "Ranks on this machine that run a small model; 0 runs none.",
-        count(0, 32),
-        default=4,
-    ),
+    Setting("latest", "Latest requests to show one by one.", count(0), default=0),
     Setting("table-rows", "Rows of the embedding table (65,536; on a GPU 4,194,304).", count(16)),
     Setting("table-columns", "Columns of the embedding table, float16.", count(1), default=512),
     Setting(
@@ -490,35 +397,5 @@ COMMANDS = (
         "Type of the table's values (float16, or that of the file).",
         one_of("float16", "bfloat16", "float32"),
     ),
-    Setting("database", "Keep the rows on disk, in LMDB.", SWITCH, default=False),
     Setting("tensor", "Tensor of the safetensors file that is the table.", TEXT),
-    Setting("lookup-keys", "Keys of one lookup (8,192; on a GPU 1,048,576).", count(1)),
-    Setting("zipf", "Exponent of the keys' Zipf distribution.", number(0, 4), default=1.05),
-    Setting(
-        "hit-rate", "Share of the keys that the cache should hold.", number(0.01, 1), default=0.9
-    ),
-    Setting("tier-seconds", "Time that each tier is measured for.", number(0.001, 60), default=1.0),
-    Setting(
-        "num-streams",
-        "Streams at once; several numbers are measured one after another.",
-        numbers(read_int, 1, "N[,N...]"),
-        default=(1, 128, 2000),
-    ),
-    Setting("stream-tokens", "Tokens of each stream.", count(1), default=512),
-    Setting("router-workers", "Workers that the router knows.", count(1), default=64),
-    Setting("index-blocks", "Distinct cached blocks.", count(1), default=1_400_000),
-    Setting("query-blocks", "Blocks of a prompt.", count(1), default=200),
-    Setting("num-decisions", "Decisions to measure.", count(1), default=5000),
-    Setting(
-        "offered-tok-s",
-        "Tokens per second of the simulated engine, over all streams.",
-        number(1, math.inf),
-        default=80_000.0,
-    ),
-    Setting(
-        "step-ms",
-        "Time of a step of the simulated engine, instead of --offered-tok-s; 0 does not wait.",
-        number(0, 1000),
-    ),
-    Setting("client-processes", "Processes that the streams' client has.", count(1), default=1),
 )

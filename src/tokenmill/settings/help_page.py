@@ -3,36 +3,64 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 MAX_WIDTH, LEAST_WIDTH = 100, 40
 FLAG_WIDTH = 26  # a longer name stands on a line of its own, above its help
 INDENT = "  "
+HELP_ALL = "help_all"  # of a command that shows its common flags alone
 
 
 class HelpCommand(TyperCommand):
     """A command whose help wraps texts, and never cuts a name."""
 
+    common: frozenset[str] = frozenset()  # flags that --help shows; empty: all of them
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print usage, text, flags by panel, and the epilog."""
-        console = Console(highlight=False, soft_wrap=True)
-        width = max(LEAST_WIDTH, min(console.width, MAX_WIDTH))
-        usage = " ".join((ctx.command_path, *self.collect_usage_pieces(ctx)))
-        console.print(Text.assemble(("Usage: ", "bold"), usage), "", sep="\n")
-        for line in inspect.cleandoc(self.help or "").splitlines():
-            _print_wrapped(console, Text.from_markup(line), INDENT, width)
-        for title, rows in _panels(self.get_params(ctx)).items():
-            console.print("", Text(title, "bold"), sep="\n")
-            for name, text in rows:
-                _print_row(console, name, Text.from_markup(text), width)
-        if self.epilog:
-            console.print("")
-            _print_wrapped(console, Text.from_markup(self.epilog), "", width)
+        params = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
+        shown, epilog = params, self.epilog or ""
+        if self.common and not ctx.params.get(HELP_ALL):
+            shown = [p for p in params if self._is_common(p)]
+            left = len(params) - len(shown)
+            epilog = f"{left} more flags: {ctx.command_path} --help-all\n\n{epilog}"
+        _print_page(self, ctx, _panels(shown), epilog)
+
+    def _is_common(self, param: Any) -> bool:
+        return param.param_type_name != "option" or not self.common.isdisjoint(param.opts)
+
+
+class HelpGroup(TyperGroup):
+    """A group whose help looks like that of its commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print usage, text, and the commands in the order in which they were added."""
+        commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        rows = [(c.name or "", c.get_short_help_str(200)) for c in commands if c and not c.hidden]
+        _print_page(self, ctx, {"Commands": rows} | _panels(self.get_params(ctx)), "")
+
+
+def _print_page(
+    command: Any, ctx: Any, panels: Mapping[str, list[tuple[str, str]]], epilog: str
+) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(LEAST_WIDTH, min(console.width, MAX_WIDTH))
+    usage = " ".join((ctx.command_path, *command.collect_usage_pieces(ctx)))
+    console.print(Text.assemble(("Usage: ", "bold"), usage), "", sep="\n")
+    for line in inspect.cleandoc(command.help or "").splitlines():
+        _print_wrapped(console, Text.from_markup(line), INDENT, width)
+    for title, rows in panels.items():
+        console.print("", Text(title, "bold"), sep="\n")
+        for name, text in rows:
+            _print_row(console, name, Text.from_markup(text), width)
+    if epilog:
+        console.print("")
+        _print_wrapped(console, Text.from_markup(epilog), "", width)
 
 
 def _panels(params: list[Any]) -> dict[str, list[tuple[str, str]]]:
@@ -50,8 +78,13 @@ def _panels(params: list[Any]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _flag(param: Any) -> str:
-    names = "/".join((", ".join(param.opts), *param.secondary_opts))
+    names = "/".join((", ".join(sorted(param.opts, key=_is_short)), *param.secondary_opts))
     return names if param.is_flag else f"{names} {param.metavar or 'TEXT'}"
+
+
+def _is_short(flag: str) -> bool:
+    """To have long names first: names of --help come in any order."""
+    return not flag.startswith("--")
 
 
 def _print_row(console: Console, name: str, text: Text, width: int) -> None:

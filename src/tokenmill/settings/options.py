@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tokenmill.settings import SETTINGS, Setting, SettingsError, load
-from tokenmill.settings.help_page import HelpCommand
+from tokenmill.settings import (
+    SETTINGS,
+    Setting,
+    SettingsError,
+    config_path,
+    load,
+    tables_of,
+    unknown_variables,
+)
+from tokenmill.settings.help_page import HELP_ALL, HelpCommand
 from tokenmill.settings.help_text import EPILOG, help_of
 
 Command = Callable[..., None]
+GENERAL = ("config", "help-all", "help")
 
 
 def command(
@@ -24,15 +34,19 @@ def command(
     positional: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     hidden: bool = False,
+    common: Iterable[str] = (),
 ) -> Callable[[Command], Command]:
     """Register `function(settings, ...)`; `panels` maps help headings to the settings below them.
 
     The setting `positional` may also be given without its flag. `defaults` are this command's own.
+    Where `common` names settings, --help shows these, and --help-all shows all.
     """
+    shown = {"common": frozenset(f"--{key}" for key in (*common, *GENERAL))} if common else {}
+    page = type("HelpPage", (HelpCommand,), shown)
 
     def register(function: Command) -> Command:
-        wrapped = _with_settings(function, panels, positional, defaults or {})
-        app.command(name, cls=HelpCommand, hidden=hidden, epilog=EPILOG)(wrapped)
+        wrapped = _with_settings(function, panels, positional, defaults or {}, hidden, bool(common))
+        app.command(name, cls=page, hidden=hidden, epilog=EPILOG)(wrapped)
         return function
 
     return register
@@ -43,28 +57,52 @@ def _with_settings(
     panels: Mapping[str, Iterable[Setting]],
     positional: str | None,
     defaults: Mapping[str, Any],
+    hidden: bool,
+    help_all: bool,
 ) -> Command:
     offered = {s.key: (panel, s) for panel, group in panels.items() for s in group}
+    taken = [setting for _, setting in offered.values()]
 
     def run(**given: Any) -> None:
         config = given.pop("config")
+        given.pop(HELP_ALL, None)
         flags = {key: given.pop(_name(setting)) for key, (_, setting) in offered.items()}
         if positional and (value := given.pop(positional)) is not None:
             if flags[positional] is not None:
                 raise SettingsError(f"give {positional.upper()} or --{positional}, not both")
             flags[positional] = value
-        own = [setting for _, setting in offered.values()]
-        function(load(flags, config=config, defaults=defaults, offered=own), **given)
+        context = given.pop("context")
+        words = () if hidden else tuple(context.command_path.split()[1:])
+        found = load(flags, config=config, defaults=defaults, offered=taken, command=words)
+        if not hidden:
+            _announce(context, config)
+        function(found, **given)
 
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
     arguments = [_argument(SETTINGS[positional])] if positional else []
     options = [_option(s, panel, defaults, s.key == positional) for panel, s in offered.values()]
-    parameters = [*arguments, *own, *options, _config_option()]
+    parameters = [_parameter("context", typer.Context), *arguments, *own, *options]
+    parameters.append(_config_option())
+    if help_all:
+        parameters.append(_parameter(HELP_ALL, Annotated[bool, _HELP_ALL]))
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     )
     run.__doc__ = function.__doc__
+    run.taken = taken  # type: ignore[attr-defined]
     return run
+
+
+def _announce(context: typer.Context, config: Path | None) -> None:
+    """A line on stderr for each source of settings that a user may not expect."""
+    known = getattr(context.find_root().command, "commands", {})
+    for said in unknown_variables(os.environ):
+        typer.echo(f"warning: {said}", err=True)
+    path = config_path(config, os.environ)
+    if path is not None and (strange := tables_of(path) - set(known)):
+        raise SettingsError(f"{path}: [{min(strange)}] is no command of tokenmill")
+    if path is not None and config is None:
+        typer.echo(f"settings are taken from {path}", err=True)
 
 
 def _name(setting: Setting) -> str:
@@ -98,6 +136,18 @@ def _option(
     elif setting.repeated:
         annotation = list[str] | None
     return _parameter(_name(setting), Annotated[annotation, info])
+
+
+def _print_help(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.params[HELP_ALL] = True
+        context.get_help()
+        raise typer.Exit
+
+
+_HELP_ALL = typer.Option(
+    "--help-all", help="Show all flags and exit.", is_eager=True, callback=_print_help
+)
 
 
 def _config_option() -> inspect.Parameter:

@@ -60,10 +60,11 @@ class ChatTemplate:
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         try:
             text = self._template.render(messages=messages, **variables)
-        except jinja2.TemplateError as error:
-            raise _failed(error) from None
         except Exception as error:  # the template is the model's code: it may raise anything
-            raise _failed(error) from error
+            as_objects = _with_objects(messages)
+            if as_objects != messages:  # it goes through the arguments of a call that was cut
+                return self._render(as_objects, variables)
+            raise _failed(error) from (None if isinstance(error, jinja2.TemplateError) else error)
         check_unicode(text, "messages")
         return text
 
@@ -166,19 +167,42 @@ def _part_text(part: dict[str, Any]) -> str:
     return text
 
 
+class CutArguments(str):
+    """Arguments of a call that are no object, such as those that `max_tokens` cut off."""
+
+
 def _prepare_call(call: dict[str, Any]) -> dict[str, Any]:
     """OpenAI sends arguments as JSON text, templates write them as objects."""
     function = dict(call.get("function") or {})
-    arguments = function["arguments"] = function.get("arguments") or {}
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise InvalidRequestError(
-                f"tool_calls: the arguments of {function.get('name')!r} are not JSON ({error})",
-                "messages",
-            ) from None
-    return {**call, "function": function}
+        arguments = _arguments_of(arguments)
+    return {**call, "function": function | {"arguments": arguments}}
+
+
+def _arguments_of(text: str) -> dict[str, Any] | CutArguments:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return CutArguments(text)
+    return value if isinstance(value, dict) else CutArguments(text)
+
+
+def _with_objects(messages: list[Message]) -> list[Message]:
+    """The messages with every cut call's text as the one argument of an object."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if not isinstance(arguments, CutArguments):
+        return call
+    return {**call, "function": {**call["function"], "arguments": {"arguments": str(arguments)}}}
 
 
 def _failed(error: Exception) -> InvalidRequestError:
@@ -215,7 +239,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """JSON without the HTML escapes of Jinja's own filter; a cut call's arguments as they are."""
+    if isinstance(value, CutArguments):
+        return str(value)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

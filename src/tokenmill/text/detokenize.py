@@ -45,13 +45,13 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
-        stop: tuple[str, ...] = (),
+        stop: StopTable | None = None,
         include_stop_str: bool = False,
         min_tokens: int = 0,
         continues: bool = False,
     ) -> None:
         self.stream = _text_stream(tokenizer, skip_special_tokens, continues)
-        self._stops = _StopFinder(stop) if stop else None
+        self._stops = None if stop is None else _StopFinder(stop)
         self._include_stop = include_stop_str
         self._min_tokens = min_tokens
         self.num_tokens = 0  # consumed: up to and with the one that completed the stop string
@@ -75,57 +75,122 @@ class Detokenizer:
         if self.stop_reason is not None:
             return ""
         self.num_tokens += 1
-        text = self.stream.push((token_id,))
-        if self.num_tokens > self._min_tokens:
-            match = stops.find(text + self.stream.pending())
-            if match is not None:
-                before, self.stop_reason = match
-                return before + self.stop_reason if self._include_stop else before
-        return stops.push(text)
+        may_stop = self.num_tokens > self._min_tokens
+        text, self.stop_reason = stops.push(self.stream.push((token_id,)), may_stop)
+        if may_stop and self.stop_reason is None and self.stream.held:
+            before, self.stop_reason = stops.look_ahead(self.stream.pending())
+            text += before
+        if self.stop_reason is not None and self._include_stop:
+            return text + self.stop_reason
+        return text
+
+
+class StopTable:
+    """The stop strings of a call as one automaton (Aho and Corasick's); its choices share it.
+
+    A state is the longest end of the text that begins a stop string: a node of their trie.
+    """
+
+    __slots__ = ("_children", "_fallback", "ends", "firsts", "num_held")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._children: dict[int, int] = {}  # by state and character, as one number
+        self._fallback = [0]  # by state: that of the longest end that is shorter
+        self.num_held = [0]  # by state: characters that may begin a stop string still
+        self.ends: dict[int, str] = {}  # by state: the longest stop string that is complete
+        self.firsts = frozenset(stop[0] for stop in stops)
+        alive = [(stop, 0) for stop in stops]
+        for depth in range(max(map(len, stops))):
+            alive = [(stop, self._add(state, stop[depth])) for stop, state in alive]
+            self.ends |= {state: stop for stop, state in alive if len(stop) == depth + 1}
+            alive = [(stop, state) for stop, state in alive if len(stop) > depth + 1]
+            for _, state in alive:
+                self.num_held[state] = depth + 1
+
+    @classmethod
+    def of(cls, stops: Sequence[str]) -> StopTable | None:
+        """The table of a call's stop strings, if it has any."""
+        return cls(stops) if stops else None
+
+    def _add(self, state: int, char: str) -> int:
+        """The child of a state; the states of all shorter texts are there."""
+        key = _key(state, char)
+        if (child := self._children.get(key)) is not None:
+            return child
+        fallback = self.follow(self._fallback[state], char) if state else 0
+        self._children[key] = child = len(self._fallback)
+        self._fallback.append(fallback)
+        self.num_held.append(self.num_held[fallback])
+        if fallback in self.ends:
+            self.ends[child] = self.ends[fallback]
+        return child
+
+    def follow(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while (child := self._children.get(_key(state, char))) is None and state:
+            state = self._fallback[state]
+        return child or 0
+
+
+def _key(state: int, char: str) -> int:
+    return state << 21 | ord(char)
 
 
 class _StopFinder:
     """Holds back the longest end of the text that may begin a stop string."""
 
-    __slots__ = ("_chars", "_firsts", "_held", "_longest", "_prefixes", "_stops")
+    __slots__ = ("_ahead", "_held", "_state", "_table")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
-        self._prefixes = frozenset(s[:size] for s in stops for size in range(1, len(s)))
-        self._chars = frozenset(char for prefix in self._prefixes for char in prefix)
-        self._firsts = frozenset(prefix[0] for prefix in self._prefixes)
-        self._longest = max(map(len, stops)) - 1
+    def __init__(self, table: StopTable) -> None:
+        self._table = table
+        self._state = 0
         self._held = ""
+        self._ahead = (0, 0)  # characters that were looked at ahead, and the state after them
 
-    def find(self, text: str) -> tuple[str, str] | None:
-        """The stop string that ends first, of those the longest, and the text before it."""
-        text = self._held + text
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return (text[: best[1]], best[2]) if best else None
+    def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
+        """What no stop string can have as a part; or the text before one, and the string.
 
-    def push(self, text: str) -> str:
-        """Take text that completes no stop string; return what cannot be part of one."""
+        It is the one that ends first, of those the longest.
+        """
+        if not text:
+            return "", None
+        self._ahead = (0, 0)
+        if not self._state and self._table.firsts.isdisjoint(text):
+            return text, None
+        found, self._state = self._search(text, self._state, may_stop)
+        if found is not None:
+            return (self._held + text)[: found[0] + len(self._held)], found[1]
         text = self._held + text
-        size = self._num_held(text)
-        cut = len(text) - size
+        cut = len(text) - self._table.num_held[self._state]
         self._held = text[cut:]
-        return text[:cut]
+        return text[:cut], None
+
+    def look_ahead(self, text: str) -> tuple[str, str | None]:
+        """The same of text that is not certain, where it completes a stop string.
+
+        Until certain text comes, it only grows.
+        """
+        if not text:
+            return "", None
+        num_seen, state = self._ahead if self._ahead[0] else (0, self._state)
+        found, state = self._search(text[num_seen:], state, True)
+        self._ahead = (len(text), state)
+        if found is None:
+            return "", None
+        return (self._held + text)[: found[0] + num_seen + len(self._held)], found[1]
 
     def release(self) -> str:
         held, self._held = self._held, ""
         return held
 
-    def _num_held(self, text: str) -> int:
-        if not text or text[-1] not in self._chars:
-            return 0
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size] in self._firsts and text[-size:] in self._prefixes:
-                return size
-        return 0
+    def _search(self, text: str, state: int, may_stop: bool) -> tuple[tuple[int, str] | None, int]:
+        """Where in the text a stop string begins (before it: below 0), which, and the state."""
+        follow, ends = self._table.follow, self._table.ends
+        for size, char in enumerate(text, 1):
+            state = follow(state, char)
+            if may_stop and state in ends:
+                return (size - len(ends[state]), ends[state]), state
+        return None, state
 
 
 def _text_stream(tokenizer: Tokenizer, skip_special_tokens: bool, continues: bool) -> TextStream:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
-from tokenmill.core.types import Branch, FreeText
+from tokenmill.core.types import Branch, Channels, FreeText, ReasoningMarks
 from tokenmill.text.chat_template import Message
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.message import MessageReader
@@ -69,6 +69,29 @@ class HarmonyTokens:
     def stop_ids(self) -> tuple[int, int]:
         """What ends a sequence: the answer is complete, or a tool is to be called."""
         return self.return_, self.call
+
+    @property
+    def until_channel(self) -> tuple[int, ...]:
+        """What ends a body and lets the model choose the channel of the next."""
+        return self.end, self.start, *self.assistant, self.channel
+
+    @property
+    def until_answer(self) -> tuple[int, ...]:
+        """What ends a body and begins one on `final`."""
+        return *self.until_channel, *self.final, self.message
+
+    def marks(
+        self, forced: tuple[tuple[int, ...], ...], bound: bool = False, calls: bool = False
+    ) -> ReasoningMarks:
+        """How reasoning is found on the channels, and how it is ended."""
+        ends = self.end, *self.stop_ids
+        return ReasoningMarks(
+            forced,
+            channels=Channels(
+                self.start, self.channel, self.message, self.constrain, ends,
+                self.assistant, self.analysis, self.final, bound, calls,
+            ),
+        )  # fmt: skip
 
     def until_final(self, banned: Collection[int]) -> FreeText:
         """Free text up to the body of a message on the channel `final`."""

@@ -78,6 +78,7 @@ class TaggedReader(MessageReader):
         self._reasoning = reasoning
         self._calls = calls
         self._tags = dict(zip(tag_ids or (), TOKEN_TAGS, strict=False))
+        self._begins: list[int] = []  # of tokens that are reasoning, or spell one of its tags
 
     @property
     def done(self) -> bool:
@@ -94,6 +95,7 @@ class TaggedReader(MessageReader):
     def finish(self, cut: bool) -> list[MessageEvent]:
         events = self._split(self._detokenizer.finish(), counted=False)
         if self._reasoning is not None:
+            self.num_reasoning_tokens += len(self._begins) * self._reasoning.inside
             reasoning, content = self._reasoning.finish()
             events += [ReasoningDelta(reasoning)] if reasoning else []
             events += self._calls.push(content)
@@ -102,13 +104,25 @@ class TaggedReader(MessageReader):
     def _split(self, text: str, counted: bool) -> list[MessageEvent]:
         events: list[MessageEvent] = []
         if self._reasoning is not None:
+            begin, counted = self._reasoning.num_chars, counted and not self._reasoning.ended
             reasoning, text = self._reasoning.push(text)
             if reasoning:
                 events.append(ReasoningDelta(reasoning))
-            self.num_reasoning_tokens += counted and self._reasoning.inside
+            if counted and self._tags:
+                self.num_reasoning_tokens += self._reasoning.inside
+            elif counted:
+                self._count_spelled(self._reasoning, begin)
         if text:
             events += self._calls.push(text)
         return events
+
+    def _count_spelled(self, parser: ReasoningParser, begin: int) -> None:
+        """Count the tokens that begin between the tags; what may spell the last one waits."""
+        begins = [*self._begins, begin]
+        if parser.inside or parser.ended:
+            self.num_reasoning_tokens += sum(parser.first <= b < parser.end for b in begins)
+            begins = [b for b in begins if b >= parser.end and not parser.ended]
+        self._begins = begins
 
 
 class ContentReader:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenmill.core.types import FreeText, ModelLoadError
+from tokenmill.core.types import FreeText, ModelLoadError, ReasoningMarks
 from tokenmill.text.harmony import HarmonyTokens
 from tokenmill.text.parsers import (
     detect_reasoning,
@@ -23,8 +24,37 @@ class OutputStyle:
 
     thinks: bool = False  # a <think> block comes before the answer
     think_ids: tuple[int, int] | None = None  # its tags, where each is one token
+    think_end: tuple[int, ...] = ()  # the last tag, as the tokenizer spells it
     tools: str | None = None  # a key of TOOL_PARSERS, or None where the style is not known
     harmony: HarmonyTokens | None = None  # messages on channels, with calls of their own
+
+    @property
+    def reasons(self) -> bool:
+        return self.thinks or self.harmony is not None
+
+    def chat_marks(self, prompt: str) -> ReasoningMarks | None:
+        """How the reasoning after a chat's prompt is found and ended; None where there is none."""
+        if self.harmony is not None:
+            return self.harmony.marks((self.harmony.until_answer,))
+        return self._block_marks(0 if opens_reasoning(prompt) else None)
+
+    def text_marks(self, text: str, token_ids: Sequence[int]) -> ReasoningMarks | None:
+        """The same for a prompt that is no chat, and may end within a <think> block."""
+        if self.harmony is not None or self.think_ids is None:
+            is_open = text.rfind(_TAGS[0]) > text.rfind(_TAGS[1])
+            return self.chat_marks(_TAGS[0] if is_open else "")
+        opened, size = None, len(token_ids)
+        last = next((i for i in range(size - 1, -1, -1) if token_ids[i] in self.think_ids), None)
+        if last is not None and token_ids[last] == self.think_ids[0]:
+            opened = size - 1 - last
+        return self._block_marks(opened)
+
+    def _block_marks(self, opened: int | None) -> ReasoningMarks | None:
+        """Those of a <think> block, of which the prompt has so many tokens, or no beginning."""
+        if not self.thinks:
+            return None
+        texts = None if self.think_ids is not None else _TAGS
+        return ReasoningMarks((self.think_end,), opened, self.think_ids, texts)
 
     def free_text(self, prompt: str, continued: bool, stop_ids: tuple[int, ...]) -> FreeText | None:
         """The <think> block after this prompt, before a constraint; None where there is none."""
@@ -50,7 +80,8 @@ def resolve_style(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str)
     first, last = (tokenizer.token_to_id(tag) for tag in _TAGS)
     single = thinks and first is not None and last is not None
     ids = (first, last) if single and first is not None and last is not None else None
-    return OutputStyle(thinks, ids, None if tools == "none" else tools)
+    end = tuple(tokenizer.encode(_TAGS[1], False)) if thinks else ()
+    return OutputStyle(thinks, ids, end, None if tools == "none" else tools)
 
 
 def knows_tools(chat_template: str | None) -> bool:

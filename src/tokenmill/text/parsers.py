@@ -96,12 +96,13 @@ class ReasoningParser:
     `opened`: the prompt has opened the block already.
     """
 
-    __slots__ = ("_buffer", "_close", "_open", "_opened", "_state")
+    __slots__ = ("_buffer", "_close", "_end", "_open", "_opened", "_state", "first", "num_chars")
 
     def __init__(self, opened: bool = False, tags: Tags = (_THINK, _END_THINK)) -> None:
         self._opened = opened
         self._open, self._close = tags
         self._buffer = ""
+        self.num_chars = self.first = self._end = 0  # all so far; those before the reasoning
         self._state: Literal["start", "gap", "reasoning", "end_gap", "content"] = "start"
 
     @property
@@ -114,6 +115,12 @@ class ReasoningParser:
         """True once all that follows is content."""
         return self._state in ("end_gap", "content")
 
+    @property
+    def end(self) -> int:
+        """The characters before the end of the reasoning, or before what may be that."""
+        held = _num_held(self._buffer, self._close)
+        return self._end if self.ended else self.num_chars - held
+
     def parse(self, text: str) -> tuple[str, str]:
         """(reasoning, content) of a whole message."""
         reasoning, content = self.push(text)
@@ -123,6 +130,7 @@ class ReasoningParser:
     def push(self, delta: str) -> tuple[str, str]:
         """(reasoning, content) that this delta makes certain."""
         self._buffer += delta
+        self.num_chars += len(delta)
         if self._state == "start":
             self._start()
         if self._state == "gap" and self._skip_newlines():
@@ -146,6 +154,7 @@ class ReasoningParser:
         text = self._buffer.lstrip()
         if text.startswith(self._open):
             self._buffer = text.removeprefix(self._open)
+            self.first = self.num_chars - len(self._buffer)
             self._state = "gap"
         elif not self._open.startswith(text):
             self._state = "gap" if self._opened else "content"
@@ -158,6 +167,7 @@ class ReasoningParser:
         text, tag, rest = self._buffer.partition(self._close)
         if tag:
             self._buffer, self._state = rest, "end_gap"
+            self._end = self.num_chars - len(rest) - len(tag)
             return text.rstrip("\n")
         cut = len(text[: len(text) - _num_held(text, self._close)].rstrip("\n"))
         self._buffer = text[cut:]

@@ -187,18 +187,20 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        template: ChatTemplate | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt of a conversation, its special tokens included: encode it without adding any.
 
-        A generation prompt is added unless the final message is to be continued.
+        A generation prompt is added unless the final message is to be continued. `template`
+        replaces the model's own.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other",
                 "continue_final_message",
             )
-        return self._template(bool(tools)).render(
+        return (template or self._template(bool(tools))).render(
             messages,
             continue_final_message=continue_final_message,
             **self.named_tokens | kwargs,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.core.installation import install_command
 from tokenmill.core.types import TokenmillError
 from tokenmill.core.video import Video
 
@@ -33,7 +34,7 @@ def check_target(path: Path) -> None:
         if not can_write_mp4():
             name = path.with_suffix("")
             raise TokenmillError(
-                f"{path}: mp4 files need PyAV: pip install 'tokenmill[video]', or give a folder "
+                f"{path}: mp4 files need PyAV: {install_command('video')}, or give a folder "
                 f"for PNG frames, such as {name}/"
             )
         if not path.parent.is_dir():

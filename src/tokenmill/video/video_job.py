@@ -19,7 +19,7 @@ from tokenmill.core.specs.wan_checks import check_video
 from tokenmill.core.types import InvalidRequestError, Request
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
-from tokenmill.kernels.rounded_attention import ROUNDINGS, runs_on
+from tokenmill.kernels.bidirectional import ROUNDINGS, runs_on
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
 from tokenmill.models.wan.wan_vae import Tiles
 from tokenmill.video.experts import synchronize

@@ -33,7 +33,7 @@ from tokenmill.video.video_engine import VideoEngine
 def main(address: str) -> None:
     """Join rank 0, load the weights, and compute until rank 0 is gone."""
     connection = call(address)
-    inbox = Inbox(connection)
+    inbox = Inbox(connection, address)
     ranks = join(inbox.next_of(Place))
     order = inbox.next_of(VideoOrder)
     try:
@@ -69,8 +69,8 @@ def follow(pipeline: Pipeline, connection: Connection, inbox: Inbox) -> NoReturn
                 send(connection, VideoStepOver(engine.num_failed))
             case MeasureVideo(request, num_steps):
                 measure_video(pipeline, request, num_steps)
-            case message:
-                raise AssertionError(message)
+            case unknown:
+                raise RanksLostError(f"rank 0 asks for {unknown!r}")
 
 
 if __name__ == "__main__":

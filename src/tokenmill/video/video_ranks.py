@@ -12,7 +12,7 @@ from dataclasses import replace
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.types import Engine, EngineStats, RanksLostError, Request, RequestOutput
 from tokenmill.core.video_parallel import VideoParallel, check_ranks
-from tokenmill.engine.ranks.group import RankGroup
+from tokenmill.engine.ranks.group import RankGroup, check_gpus
 from tokenmill.engine.ranks.rank_messages import (
     AbortVideo,
     Loaded,
@@ -46,7 +46,10 @@ def load_ranks(
         return load_pipeline(checkpoint, config, offload, progress)
     threads = config.num_threads or max(1, (os.cpu_count() or 1) // parallel.num_ranks)
     config = replace(config, num_threads=threads)
-    group = RankGroup(parallel.num_ranks, choose_device(config).type, PROGRAM)
+    device = choose_device(config).type
+    if device == "cuda":
+        check_gpus(parallel.num_ranks, config.share_gpus)
+    group = RankGroup(parallel.num_ranks, device, PROGRAM)
     with group.together():
         group.tell(VideoOrder(config, offload, parallel))
         pipeline = load_pipeline(checkpoint, config, offload, progress, parallel, group.ranks)

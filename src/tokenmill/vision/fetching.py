@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from asyncio import FIRST_COMPLETED
+from collections.abc import Awaitable, Callable
 from functools import cache
+from typing import Protocol
 from urllib.parse import urljoin
 
 from tokenmill.core.types import ImageError, LargeImageError, TokenmillError
@@ -18,15 +21,37 @@ from tokenmill.http_connection import Headers, HttpConnection
 from tokenmill.vision.addresses import AllowedHosts, Target, check_address
 
 MAX_REDIRECTS = 3
-MAX_HEADER_BYTES = 65_536
+Grow = Callable[[int], Awaitable[None]]
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
-async def fetch(url: str, allowed: AllowedHosts, max_bytes: int, timeout_s: float) -> bytes:
-    """The body behind a URL; ImageError says why there is none."""
+class Room(Protocol):
+    """Memory for one file."""
+
+    async def grow(self, num_bytes: int) -> None:
+        """Have room for so many bytes."""
+
+
+class Boundless:
+    """Room for any file."""
+
+    async def grow(self, num_bytes: int) -> None:
+        pass
+
+
+async def fetch(
+    url: str, allowed: AllowedHosts, max_bytes: int, timeout_s: float, room: Room
+) -> bytes:
+    """The body behind a URL, which is read once there is room for it; ImageError: there is none."""
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _follow(url, allowed, max_bytes)
+        async with asyncio.timeout(timeout_s) as patience:
+
+            async def wait_for_room(num_bytes: int) -> None:
+                patience.reschedule(None)
+                await room.grow(num_bytes)
+                patience.reschedule(asyncio.get_running_loop().time() + timeout_s)
+
+            return await _follow(url, allowed, max_bytes, wait_for_room)
     except TimeoutError:
         message = f"it did not come within {timeout_s:g} s (--image-timeout)"
         raise ImageError(message) from None
@@ -34,16 +59,16 @@ async def fetch(url: str, allowed: AllowedHosts, max_bytes: int, timeout_s: floa
         raise ImageError(f"it cannot be fetched: {error.strerror or error}") from None
 
 
-async def _follow(url: str, allowed: AllowedHosts, max_bytes: int) -> bytes:
+async def _follow(url: str, allowed: AllowedHosts, max_bytes: int, grow: Grow) -> bytes:
     for _ in range(MAX_REDIRECTS + 1):
-        answer = await _get(allowed.check(url), max_bytes)
+        answer = await _get(allowed.check(url), max_bytes, grow)
         if answer.location is None:
             return answer.body()
         url = urljoin(url, answer.location)
     raise ImageError(f"its URL leads to more than {MAX_REDIRECTS} redirects")
 
 
-async def _get(target: Target, max_bytes: int) -> _Download:
+async def _get(target: Target, max_bytes: int, grow: Grow) -> _Download:
     loop = asyncio.get_running_loop()
     address = await _resolve(target)
     tls = _tls() if target.is_tls else None
@@ -57,6 +82,10 @@ async def _get(target: Target, max_bytes: int) -> _Download:
         head = f"GET {target.path} HTTP/1.1\r\nHost: {target.authority}\r\n"
         head += "Accept: image/*\r\nUser-Agent: tokenmill\r\nConnection: close\r\n\r\n"
         download.write(head.encode("ascii"))
+        await asyncio.wait((download.done, download.has_head), return_when=FIRST_COMPLETED)
+        if download.has_head.done():
+            await grow(download.num_expected)
+            download.go_on()
         await download.done
         return download
     finally:
@@ -82,25 +111,28 @@ async def _resolve(target: Target) -> tuple[str, int]:
 
 
 class _Download(HttpConnection):
-    """One answer; `done` is set when it is whole, a redirect, or refused."""
+    """One answer; `done` is set when it is whole, a redirect, or refused.
+
+    Once its head is there, it waits to `go_on`.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
         self._max_bytes = max_bytes
         self._received: list[bytes] = []
         self._size = 0
-        self._header_bytes = 0
         self.location: str | None = None
+        self.num_expected = max_bytes
+        self.has_head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def go_on(self) -> None:
+        """Read the body."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def body(self) -> bytes:
         return b"".join(self._received)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > MAX_HEADER_BYTES:
-            self.fail("its headers are too long")
-        super().on_header(name, value)
 
     def take_head(self, status: int, headers: Headers) -> None:
         fields = dict(headers)
@@ -109,10 +141,17 @@ class _Download(HttpConnection):
             self._end()
         elif status != 200:
             self.fail(f"its server answers with status {status}")
-        elif (length := fields.get(b"content-length", b"")).isdigit() and int(
-            length
-        ) > self._max_bytes:
+        else:
+            self._await_room(fields.get(b"content-length", b""))
+
+    def _await_room(self, length: bytes) -> None:
+        if length.isdigit():
+            self.num_expected = int(length)
+        if self.num_expected > self._max_bytes:
             self._refuse(too_large(self._max_bytes))
+        elif self.transport is not None:
+            self.transport.pause_reading()
+            self.has_head.set_result(None)
 
     def take_body(self, parts: list[bytes]) -> None:
         self._size += sum(map(len, parts))

@@ -1,7 +1,7 @@
 """Files of images to RGB pixels: PNG, JPEG, WebP and the first frame of a GIF, by Pillow.
 
-The size is read from the header, and an image that is too large is refused before it is decoded.
-What transformers does is done here: rotation by EXIF, and transparency on white.
+A server opens files of its callers in the processes of an ImageMaker alone. What transformers does
+is done here: rotation by EXIF, and transparency on white.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from io import BytesIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
-from tokenmill.core.types import ImageError, LargeImageError
+from tokenmill.core.types import ImageError
+from tokenmill.vision.image_headers import checked_size
 
 Pixels = npt.NDArray[np.uint8]
 
-Image.MAX_IMAGE_PIXELS = None  # open_image checks the size, by the operator's limit
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # A transparency of its own, or 8 bits a channel: what transformers turns into RGB as it looks.
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
@@ -24,14 +24,14 @@ _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK"
 
 def open_image(data: bytes, max_area: int) -> Image.Image:
     """The image with its header read, not decoded; raises ImageError."""
-    _check_area(_webp_size(data), max_area)
+    stated = checked_size(data, max_area)
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_area)  # Pillow's holds below it
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ImageError(_unknown_format(data)) from None
     except Exception as error:  # decoders raise what they like on broken files
         raise _broken(error) from None
-    _check_area(image.size, max_area)
+    if image.size != stated:
+        raise ImageError(f"its header states {stated}, and its decoder finds {image.size}")
     if image.mode not in _MODES:
         raise ImageError(f"pixels of mode {image.mode!r} are not supported; send 8 bits a channel")
     return image
@@ -57,36 +57,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-def _check_area(size: tuple[int, int] | None, max_area: int) -> None:
-    if size is not None and size[0] * size[1] > max_area:
-        raise LargeImageError(
-            f"it has {size[0]} x {size[1]} pixels, and {max_area} are allowed",
-            "start the server with a larger --max-image-area",
-        )
-
-
-def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """The canvas of a WebP file, for which Pillow's decoder takes memory as it opens it."""
-    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
-        return None
-    kind, body = data[12:16], data[20:30]
-    if kind == b"VP8X":
-        return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
-    if kind == b"VP8L":
-        bits = int.from_bytes(body[1:5], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    return (
-        int.from_bytes(body[6:8], "little") & 0x3FFF,
-        int.from_bytes(body[8:10], "little") & 0x3FFF,
-    )
-
-
-def _unknown_format(data: bytes) -> str:
-    if not data:
-        return "it is empty"
-    return "it is no readable PNG, JPEG, WebP or GIF file"
-
-
 def _broken(error: Exception) -> ImageError:
+    if isinstance(error, MemoryError):
+        raise error
     reason = str(error) or type(error).__name__
     return ImageError(f"it cannot be decoded: {reason[:120]}")

@@ -1,4 +1,4 @@
-"""Images of calls, ready for the engine: made in threads, each once, and kept while there is room.
+"""Images of calls, ready for the engine: each made once, and kept while there is room.
 
 The loader is the one owner of its cache. An image is known by the bytes of its file and the limits
 of its size; calls that want it while it is being made wait for the same work.
@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
 
 from tokenmill.core.images import ImageInput, LoaderStats
 from tokenmill.core.vision_config import VisionConfig
+from tokenmill.vision.fetching import Boundless, Room
+from tokenmill.vision.image_maker import ImageMaker
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from tokenmill.vision.sources import ImageSources
 
 Key = tuple[bytes, PixelLimits]
+MakeRoom = Callable[[], AbstractContextManager[Room]]
+
+
+def boundless() -> AbstractContextManager[Room]:
+    """Room for any file."""
+    return nullcontext(Boundless())
 
 
 class ImageLoader:
@@ -28,18 +38,26 @@ class ImageLoader:
         self.config = config
         self.stats = LoaderStats()
         self._sources = ImageSources(config)
-        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="image")
+        self._maker = ImageMaker(self.processor, config.max_area)
+        # Each waits for one process of the maker, or reads a file.
+        self._threads = ThreadPoolExecutor(config.processes, thread_name_prefix="image")
         self._cache: OrderedDict[Key, ImageInput] = OrderedDict()  # the last used at the end
         self._under_way: dict[Key, asyncio.Task[ImageInput]] = {}
 
-    async def load(self, url: str, limits: PixelLimits, max_tokens: int) -> ImageInput:
-        """The image behind a URL; ImageError says why there is none."""
+    async def load(
+        self, url: str, limits: PixelLimits, max_tokens: int, make_room: MakeRoom = boundless
+    ) -> ImageInput:
+        """The image behind a URL, whose file has room until it is decoded.
+
+        ImageError says why there is none.
+        """
         stats, stage = self.stats, "fetch" if self._sources.is_remote(url) else "read"
         stats.num_images += 1
         try:
-            data, digest = await self._read(url)
-            stage = "decode"
-            image = await self._process((digest, limits), data, max_tokens)
+            with make_room() as room:
+                data, digest = await self._read(url, room)
+                stage = "decode"
+                image = await self._process((digest, limits), data, max_tokens)
         except Exception:
             stats.refused[stage] += 1
             raise
@@ -47,15 +65,18 @@ class ImageLoader:
         return image
 
     def close(self) -> None:
-        """Wait for the work under way, and end the threads."""
+        """End the work under way, the processes and the threads."""
+        self._maker.close()
         self._threads.shutdown()
 
-    async def _read(self, url: str) -> tuple[bytes, bytes]:
+    async def _read(self, url: str, room: Room) -> tuple[bytes, bytes]:
         loop = asyncio.get_running_loop()
         if self._sources.is_remote(url):
-            data = await self._sources.fetch(url)
+            data = await self._sources.fetch(url, room)
             self.stats.num_fetched += 1
             return data, await loop.run_in_executor(self._threads, _digest, data)
+        if self._sources.is_file(url):
+            await room.grow(await loop.run_in_executor(self._threads, self._sources.file_size, url))
         return await loop.run_in_executor(self._threads, self._read_here, url)
 
     def _read_here(self, url: str) -> tuple[bytes, bytes]:
@@ -79,8 +100,8 @@ class ImageLoader:
 
     async def _make(self, key: Key, data: bytes, max_tokens: int) -> ImageInput:
         loop = asyncio.get_running_loop()
-        work = partial(self.processor.process, data, key[1], self.config.max_area, max_tokens)
-        image = await loop.run_in_executor(self._threads, work)
+        work = self._maker.make
+        image = await loop.run_in_executor(self._threads, work, data, key[1], max_tokens)
         self.stats.num_decoded += 1
         return image
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill.core.images import ImageInput
+from tokenmill.core.installation import install_command
 from tokenmill.core.types import ImageError, LargeImageError, ModelLoadError, TokenmillError
 
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
@@ -89,6 +90,15 @@ class ImageProcessor:
         new_height, new_width = smart_resize(height, width, self.factor, limits)
         return new_height * new_width // self.factor**2
 
+    def check_tokens(self, width: int, height: int, limits: PixelLimits, most: int) -> None:
+        """ImageError for an image with more than the `most` tokens."""
+        num_tokens = self.num_tokens(width, height, limits)
+        if num_tokens > most:
+            raise LargeImageError(
+                f"it has {num_tokens} tokens, and this model's context has {most}",
+                "send max_pixels",
+            )
+
     def process(
         self, data: bytes, limits: PixelLimits, max_area: int, max_tokens: int
     ) -> ImageInput:
@@ -96,12 +106,7 @@ class ImageProcessor:
         from tokenmill.vision.image_files import decode, open_image, resize  # needs Pillow
 
         image = open_image(data, max_area)
-        num_tokens = self.num_tokens(*image.size, limits)
-        if num_tokens > max_tokens:
-            raise LargeImageError(
-                f"it has {num_tokens} tokens, and this model's context has {max_tokens}",
-                "send max_pixels",
-            )
+        self.check_tokens(*image.size, limits, max_tokens)
         upright = decode(image)
         height, width = smart_resize(upright.height, upright.width, self.factor, limits)
         return self.patches(resize(upright, height, width))
@@ -167,7 +172,7 @@ def check_pillow() -> None:
     """TokenmillError where images cannot be decoded."""
     if find_spec("PIL") is None:
         raise TokenmillError(
-            "the model takes images, which need Pillow; type: pip install 'tokenmill[vision]'"
+            f"the model takes images, which need Pillow: {install_command('vision')}"
         )
 
 

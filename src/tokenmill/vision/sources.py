@@ -12,7 +12,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from tokenmill.core.types import ImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.addresses import AllowedHosts
-from tokenmill.vision.fetching import fetch, too_large
+from tokenmill.vision.fetching import Boundless, Room, fetch, too_large
 
 
 class ImageSources:
@@ -30,17 +30,22 @@ class ImageSources:
         """True for a URL that `fetch` reads; `read` reads the others."""
         return url[:5].lower() in ("http:", "https")
 
-    async def fetch(self, url: str) -> bytes:
+    def is_file(self, url: str) -> bool:
+        """True for the URL of a file of this host."""
+        return url[:5].lower() == "file:"
+
+    async def fetch(self, url: str, room: Room | None = None) -> bytes:
         """The file behind an http or https URL."""
-        return await fetch(url, self._allowed, self._max_bytes, self._timeout_s)
+        return await fetch(
+            url, self._allowed, self._max_bytes, self._timeout_s, room or Boundless()
+        )
 
     def read(self, url: str) -> bytes:
         """The file of a data: or file: URL; it may take a while."""
-        scheme = url[:5].lower()
-        if scheme == "data:":
+        if url[:5].lower() == "data:":
             return self._decode(url)
-        if scheme == "file:":
-            return self._read_file(url)
+        if self.is_file(url):
+            return self._read_path(self._path_of(url))
         raise ImageError(
             f"{url[:30]!r} is no URL of an image; send https://..., or "
             "data:image/png;base64,... with the file itself"
@@ -58,7 +63,17 @@ class ImageSources:
             return unquote_to_bytes(data)
         return decode_base64(data)
 
-    def _read_file(self, url: str) -> bytes:
+    def file_size(self, url: str) -> int:
+        """The size of the file of a file: URL."""
+        try:
+            size = self._path_of(url).stat().st_size
+        except OSError as error:
+            raise _unreadable(error) from None
+        if size > self._max_bytes:
+            raise too_large(self._max_bytes)
+        return size
+
+    def _path_of(self, url: str) -> Path:
         if self._folder is None:
             raise ImageError(
                 "this server reads no files; send a data: URL, or start it with --image-folder DIR"
@@ -70,14 +85,14 @@ class ImageSources:
         path = path.resolve()
         if not path.is_relative_to(self._folder):
             raise ImageError("its file is not in the folder that is allowed (--image-folder)")
-        return self._read_path(path)
+        return path
 
     def _read_path(self, path: Path) -> bytes:
         try:
             # A pipe or a device would hold up the thread: it is opened without waiting, and left.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise ImageError(f"its file cannot be read: {error.strerror}") from None
+            raise _unreadable(error) from None
         try:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
@@ -88,6 +103,10 @@ class ImageSources:
                 return file.read(self._max_bytes)
         finally:
             os.close(handle)
+
+
+def _unreadable(error: OSError) -> ImageError:
+    return ImageError(f"its file cannot be read: {error.strerror}")
 
 
 def decode_base64(text: str) -> bytes:

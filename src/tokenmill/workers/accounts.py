@@ -8,7 +8,7 @@ worker that dies, what it did since its last sign of life counts as idle.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,10 +19,6 @@ from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot
 
 NUM_RECEIPTS = 1000  # that are remembered
-
-
-def _nothing(entry: OpenRequest) -> None:
-    """Nobody wants to know."""
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -75,7 +71,6 @@ class Accounts:
     """Charges accounts for what workers spent on their requests."""
 
     def __init__(self) -> None:
-        self.on_settled: Callable[[OpenRequest], None] = _nothing  # no worker has it any more
         self._accounts: dict[str, _Account] = {}
         self._at: dict[WorkerSlot, _AtWorker] = {}
         self._latest: deque[Receipt] = deque(maxlen=NUM_RECEIPTS)
@@ -93,12 +88,6 @@ class Accounts:
         entry = at.requests.pop(output.request_id, None) if at is not None else None
         if at is not None and entry is not None:
             self._charge(at, entry, output.cost)
-
-    def spent(self, slot: WorkerSlot, entry: OpenRequest, cost: Cost) -> None:
-        """A worker has spent time on a request that it does not have."""
-        entry.cost.add(cost)
-        self._at.setdefault(slot, _AtWorker()).charged_s += cost.spent_s
-        self._accounts.setdefault(entry.account, _Account()).cost.add(cost)
 
     def told(self, slot: WorkerSlot, costs: Mapping[str, Cost]) -> None:
         """A worker says what its requests have taken so far."""
@@ -138,7 +127,6 @@ class Accounts:
             self._accounts.setdefault(entry.account, _Account()).num_requests += 1
             self._latest.append(Receipt(entry.request.request_id, entry.account, entry.cost))
             entry.stream.settle(entry.index, entry.cost)
-            self.on_settled(entry)
 
     def view(self, stats: EngineStats) -> AccountsView:
         """All accounts, with what `stats` of the workers say of time that passed."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from tokenmill.core.types import Request
 from tokenmill.routing.router import Decision
 from tokenmill.workers.accounts import Accounts
-from tokenmill.workers.exchange.encoding import Encodings
 from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import Submit
 from tokenmill.workers.open_request import OpenRequest
@@ -28,9 +27,8 @@ class Assignment:
         handovers: Handovers,
         kv_lease_s: float,
         accounts: Accounts,
-        encodings: Encodings,
     ) -> None:
-        self._accounts, self._encodings = accounts, encodings
+        self._accounts = accounts
         self.choices = Choices()
         self._slots = slots
         self._routers = routers
@@ -38,15 +36,9 @@ class Assignment:
         self._kv_lease_s = kv_lease_s
 
     def send(self, entries: Iterable[OpenRequest]) -> None:
-        """Route requests and send each worker its own in one message.
-
-        Those whose images have to be encoded first wait at the encoders.
-        """
+        """Route requests and send each worker its own in one message."""
         at: dict[str, Submit] = {}
         for entry in entries:
-            if self._encodings.needs(entry):
-                self._encodings.add(entry)
-                continue
             slot, request, decision = self._route(entry)
             self._accounts.sent(slot, entry)
             message = at.setdefault(slot.name, Submit([], [], []))

@@ -16,15 +16,16 @@ import msgspec
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.types import TokenmillError
 from tokenmill.workers.link import Spawn, WorkerStartError
-from tokenmill.workers.messages import ModelFacts
-from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
+from tokenmill.workers.messages import FromWorker, ModelFacts
+from tokenmill.workers.slot import Role, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
-PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d", "encoder": "e"}  # of names
+PREFIXES: dict[Role, str] = {"both": "w", "prefill": "p", "decode": "d"}  # of names
 MAX_BACKOFF_S = 30.0
 POLL_S = 0.02
 GRACE_S = 5.0  # for a worker that leaves to exit
+LONGEST_S = 1e8  # of a timer
 
 
 class PoolError(TokenmillError):
@@ -36,13 +37,7 @@ def roles_of(config: PoolConfig) -> list[Role]:
     counts: dict[Role, int] = {"both": config.workers}
     if config.prefill or config.decode:
         counts = {"prefill": config.prefill, "decode": config.decode}
-    counts["encoder"] = config.encoder
     return [role for role in counts for _ in range(counts[role])]
-
-
-def is_language(slot: WorkerSlot) -> bool:
-    """True for a worker that takes requests, whole or in part."""
-    return slot.role != "encoder"
 
 
 def of_role(facts: ModelFacts, role: Role) -> ModelFacts:
@@ -50,9 +45,9 @@ def of_role(facts: ModelFacts, role: Role) -> ModelFacts:
     return msgspec.structs.replace(facts, max_model_len=sys.maxsize) if role == "prefill" else facts
 
 
-def agreed(known: ModelFacts, new: ModelFacts) -> ModelFacts:
-    """The facts that hold for all workers, which must agree on tokens and blocks."""
-    for name in ("vocab_size", "block_size"):
+def agreed(known: ModelFacts, new: ModelFacts, *more: str) -> ModelFacts:
+    """The facts that hold for all workers, which must agree on tokens and blocks, and `more`."""
+    for name in ("vocab_size", "block_size", *more):
         ours, theirs = getattr(known, name), getattr(new, name)
         if ours != theirs:
             raise WorkerStartError(
@@ -86,8 +81,7 @@ class WorkerWatcher(Protocol):
 class SlotUser(Protocol):
     """Who gives the workers what they have to do, and moves it when they come and go."""
 
-    def receiver(self, role: Role) -> OnMessage:
-        """Who hears what workers of a role say."""
+    def on_message(self, slot: WorkerSlot, message: FromWorker) -> None: ...
 
     def check(self, slot: WorkerSlot) -> None:
         """Raise WorkerStartError where a new worker does not go with the others."""
@@ -115,8 +109,8 @@ class SlotUser(Protocol):
     def others_take(self, slot: WorkerSlot) -> bool:
         """True where other workers than this one take work."""
 
-    def no_worker(self, role: Role, message: str) -> None:
-        """No worker of a role is left, and none can be started."""
+    def no_worker(self, message: str) -> None:
+        """No worker is left, and none can be started."""
 
 
 class Lifecycle:
@@ -147,6 +141,7 @@ class Lifecycle:
         self._changing = asyncio.Lock()
         self._num_named: Counter[Role] = Counter()
         self._num_past_restarts = 0
+        self._waiting: asyncio.TimerHandle | None = None  # for a worker to join
 
     @property
     def num_restarts(self) -> int:
@@ -179,7 +174,7 @@ class Lifecycle:
                 if self.watcher is not None:
                     await self.watcher.worker_leaving(slot, 0.0)
                 await self._stop(slot, 0.0)
-                self._check_left(slot.role)
+                self._check_left()
             raise
 
     async def follow(self, name: str, role: Role) -> None:
@@ -194,11 +189,22 @@ class Lifecycle:
                 _log.warning("worker %s: %s", name, error)
                 await asyncio.sleep(POLL_S)
 
-    async def leave(self, name: str, timeout_s: float) -> None:
+    async def join(self, spawn: Spawn, host: str) -> WorkerSlot:
+        """Have a slot for a worker that others have started; it goes with its worker."""
+        slot = self._slot("both", spawn=spawn, host=host)
+        slot.joined = True
+        try:
+            await self._start(slot)
+        except BaseException:
+            await self._remove(slot, 0.0, 0.0)
+            raise
+        return slot
+
+    async def leave(self, name: str, timeout_s: float, grace_s: float = 0.0) -> None:
         """Give up a slot when its requests are done; late ones move elsewhere."""
         slot = self._slots.get(name)
-        if slot is not None:
-            await self._remove(slot, timeout_s, 0.0)
+        if slot is not None and slot.state != "draining":
+            await self._remove(slot, timeout_s, grace_s)
 
     async def _start(self, slot: WorkerSlot) -> None:
         await self._launch(slot)
@@ -231,8 +237,6 @@ class Lifecycle:
             if slot is None:
                 known = ", ".join(self._slots)
                 raise PoolError(f"worker: there is no {name!r}; the pool has {known}")
-            if slot.role == "encoder" and set(self._staying("encoder")) <= {slot}:
-                raise PoolError(f"worker: {name!r} is the only encoder; start another")
             if slot.role in ("both", "decode") and not self._requests.others_take(slot):
                 raise PoolError(
                     f"worker: {name!r} is the only one that takes requests; start another"
@@ -245,13 +249,17 @@ class Lifecycle:
         self._slots.clear()
         if self._heartbeats is not None:
             await _end(self._heartbeats)
+        if self._waiting is not None:
+            self._waiting.cancel()
         await asyncio.gather(*(self._stop(slot, grace_s) for slot in slots))
 
-    def _slot(self, role: Role, name: str = "") -> WorkerSlot:
+    def _slot(
+        self, role: Role, name: str = "", spawn: Spawn | None = None, host: str | None = None
+    ) -> WorkerSlot:
         name = name or f"{PREFIXES[role]}{self._num_named[role]}"
         self._num_named[role] += 1
-        spawn, receiver = self._spawn_of(name, role), self._requests.receiver(role)
-        slot = WorkerSlot(name, spawn, self._config, receiver, self._host, role)
+        spawn, receiver = spawn or self._spawn_of(name, role), self._requests.on_message
+        slot = WorkerSlot(name, spawn, self._config, receiver, host or self._host, role)
         self._slots[name] = slot
         return slot
 
@@ -270,17 +278,29 @@ class Lifecycle:
                 self._requests.worker_ready(slot)
                 if self.watcher is not None:
                     self.watcher.worker_ready(slot)
-        except BaseException:
-            await slot.stop(0.0)
+        except BaseException as error:
+            await slot.stop(GRACE_S if slot.joined else 0.0, str(error))
             raise
 
     def _agree(self, slot: WorkerSlot, facts: ModelFacts) -> None:
         """Limit the pool to what this worker can do, too, and log its warnings."""
-        if slot.role != "encoder":
-            binding = of_role(facts, slot.role)
-            self.facts = agreed(self.facts or binding, binding)
+        self._check_gpus(slot, facts)
+        binding = of_role(facts, slot.role)
+        self.facts = agreed(self.facts or binding, binding, *["dtype"] * slot.joined)
         for warning in facts.warnings:
             _log.warning("worker %s: %s", slot.name, warning)
+
+    def _check_gpus(self, slot: WorkerSlot, facts: ModelFacts) -> None:
+        """Refuse a worker that joined on a GPU of another; a placement has looked at its own."""
+        others = [] if self._config.share_gpus else list(self._slots.values())
+        for other in others:
+            if other is slot or other.facts is None or not (slot.joined or other.joined):
+                continue
+            if shared := set(facts.gpus) & set(other.facts.gpus):
+                raise WorkerStartError(
+                    f"GPU {min(shared)} is that of worker {other.name}: give each worker its own "
+                    "by CUDA_VISIBLE_DEVICES, or try the layout with `serve --share-gpus`"
+                )
 
     async def _keep(self, slot: WorkerSlot) -> None:
         """Replace a slot's worker whenever it dies, until that is in vain."""
@@ -293,6 +313,10 @@ class Lifecycle:
                 self.watcher.worker_down(slot)
             await slot.stop(self._config.backoff_s)
             if slot.state == "draining":
+                return
+            if slot.joined:
+                del self._tasks[slot.name]  # which is this one
+                await self._remove(slot, 0.0, 0.0)
                 return
             lived_s = time.monotonic() - launched_s
             attempts = await self._restart(slot, 0 if lived_s > self._config.stable_s else attempts)
@@ -322,19 +346,33 @@ class Lifecycle:
             slot.name,
             self._config.max_restarts,
         )
-        self._check_left(slot.role)
+        self._check_left()
 
-    def _check_left(self, role: Role) -> None:
-        """Say so where all slots that are left of a role were given up, which may end the pool."""
-        is_encoder = role == "encoder"
-        left = [slot for slot in self._slots.values() if is_language(slot) != is_encoder]
+    def _check_left(self) -> None:
+        """End the pool where all slots that are left were given up."""
+        left = list(self._slots.values())
+        if not left and self._config.join_listen is not None:
+            self._await_joiner()
         if not left or any(slot.state != "failed" for slot in left):
             return
         message = f"the engine stopped: {left[-1].last_failure}"
-        self._requests.no_worker(role, message)
-        if not is_encoder:
-            self.failure = message
-            self.gave_up.set()
+        self._requests.no_worker(message)
+        self.failure = message
+        self.gave_up.set()
+
+    def _await_joiner(self) -> None:
+        """End what waits for a worker if none joins in time."""
+
+        def check() -> None:
+            if not self._slots:
+                limit_s = self._config.wait_s
+                message = f"no worker has joined within {limit_s:g} s (--wait-s)"
+                self._requests.no_worker(message)
+
+        if self._waiting is not None:
+            self._waiting.cancel()
+        delay_s = min(self._config.wait_s, LONGEST_S)
+        self._waiting = asyncio.get_running_loop().call_later(delay_s, check)
 
     async def _remove(
         self, slot: WorkerSlot, timeout_s: float = 30.0, grace_s: float = GRACE_S
@@ -346,12 +384,12 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
         if self.watcher is not None:
             await self.watcher.worker_leaving(slot, deadline_s - time.monotonic())
-        del self._slots[slot.name]
+        self._slots.pop(slot.name, None)
         self._num_past_restarts += slot.num_restarts
         self._requests.worker_left(slot)
         await self._stop(slot, grace_s)
         self._requests.worker_gone(slot)
-        self._check_left(slot.role)
+        self._check_left()
 
     async def _stop(self, slot: WorkerSlot, grace_s: float) -> None:
         """Stop a slot for good."""

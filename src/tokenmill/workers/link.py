@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -35,11 +32,13 @@ from tokenmill.workers.messages import (
     decode_from_worker,
     encode,
 )
+from tokenmill.workers.socket_folder import new_address, remove_folder
 
 LOOPBACK = "127.0.0.1"
 MAX_AT_ONCE = 8  # messages per turn of the event loop when it lags behind
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # an enum's "&" takes a microsecond
 EXIT_AFTER_S = 1.0  # a worker without its socket is given up after this time
+MAX_MESSAGES = 65_536  # that wait on each side of a socket; minutes of steps are fewer
 
 
 class WorkerStartError(TokenmillError):
@@ -53,7 +52,8 @@ class WorkerDownError(TokenmillError):
 class WorkerProcess(Protocol):
     """The part of asyncio.subprocess.Process that the link uses."""
 
-    async def wait(self) -> int: ...
+    async def wait(self) -> int | None:
+        """The exit code, as far as it is known."""
 
     def kill(self) -> None: ...
 
@@ -85,16 +85,16 @@ class WorkerLink:
 
     def __init__(self, on_message: Callable[[FromWorker], None], host: str | None = None) -> None:
         self._on_message = on_message
-        self._directory = Path(tempfile.mkdtemp(prefix="tokenmill-"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
+        self._socket.set_hwm(MAX_MESSAGES)
         self._socket.linger = 0
         # Over TCP anyone may connect and leave; there the process and its heartbeats tell.
         events = zmq.EVENT_DISCONNECTED if host is None else 0
         self._monitor = self._socket.get_monitor_socket(events)
         self.address = self._bind(host)
         self._process: WorkerProcess | None = None
+        self.pid = 0  # once it is ready
         self._num_at_once = 1
         self._receive_due = False
         self._watcher: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class WorkerLink:
 
     def _bind(self, host: str | None) -> str:
         if host is None:
-            address = f"ipc://{self._directory / 'worker.sock'}"
+            address = new_address("worker.sock")
             self._socket.bind(address)
             return address
         beat(self._socket)
@@ -137,8 +137,10 @@ class WorkerLink:
             if isinstance(message, Submit) and self._offset_ns:
                 shifted = [_shifted(r, self._offset_ns) for r in message.requests]
                 message = msgspec.structs.replace(message, requests=shifted)
-            with contextlib.suppress(zmq.Again):
+            try:
                 self._socket.send(encode(message), zmq.NOBLOCK)
+            except zmq.Again:  # what it has goes elsewhere; a worker that exited says so before
+                asyncio.get_running_loop().call_later(EXIT_AFTER_S, self._give_up)
             # The socket's descriptor is edge-triggered: a send can swallow the edge of a read.
             self._schedule_receive()
 
@@ -155,7 +157,7 @@ class WorkerLink:
         self._receive_rest()
         self._die(reason)
 
-    async def close(self, grace_s: float) -> None:
+    async def close(self, grace_s: float, reason: str = "") -> None:
         """Ask the worker to exit, kill it after `grace_s`, and free the socket.
 
         The socket is freed though the caller be cancelled: a context with an open socket would
@@ -163,7 +165,7 @@ class WorkerLink:
         """
         try:
             if self._process is not None:
-                self.send(Shutdown())
+                self.send(Shutdown(reason))
                 await self._end(self._process, grace_s)
             if self._watcher is not None:
                 self._watcher.cancel()
@@ -186,7 +188,8 @@ class WorkerLink:
     async def _watch(self, process: WorkerProcess) -> None:
         code = await process.wait()
         self._receive_rest()
-        self._die(f"the worker process exited with code {code}")
+        gone = "the worker ended its connection"
+        self._die(gone if code is None else f"the worker process exited with code {code}")
 
     def _schedule_receive(self) -> None:
         """Read once the callbacks that are due have run; one read is enough, whoever asks."""
@@ -237,8 +240,10 @@ class WorkerLink:
             self._on_message(message)
             return
         match message:
-            case Ready(facts=facts, clock_ns=clock_ns) if not self.ready.done():
+            case Ready(facts=facts, clock_ns=clock_ns, pid=pid) if not self.ready.done():
+                remove_folder(self.address)  # it is connected, and nobody else may be
                 self._offset_ns = clock_ns - time.monotonic_ns() if self._elsewhere else 0
+                self.pid = pid
                 self.ready.set_result(facts)
             case Failed(message=reason):
                 self.reason = self.reason or reason
@@ -261,6 +266,11 @@ class WorkerLink:
                 loop = asyncio.get_running_loop()
                 loop.call_later(EXIT_AFTER_S, self._die, "the worker closed its connection")
 
+    def _give_up(self) -> None:
+        """A message could not be sent."""
+        if not self.dead.is_set():
+            self.kill(f"it takes no messages: {MAX_MESSAGES} wait for it, the most that may")
+
     def _die(self, reason: str) -> None:
         if self.dead.is_set():
             return
@@ -281,4 +291,4 @@ class WorkerLink:
         self._monitor.close(0)
         self._socket.close(0)
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_folder(self.address)

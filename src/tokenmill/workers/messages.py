@@ -56,6 +56,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_waiting: int | None = None  # requests that may wait; None: any number
     warnings: list[str] = []  # sentences about what did not go as asked
     about: dict[str, Any] = {}  # of an engine of jobs
+    gpus: list[str] = []  # what names its GPUs on whatever machine
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -81,12 +82,20 @@ class GetStats(msgspec.Struct, tag=True):
     """Answered by one Stats: the heartbeat."""
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forget all cached blocks; running requests keep theirs."""
+
+
 class GetKV(msgspec.Struct, tag=True):
     """Answered by a KVDump and, from then on, by KVEvents; by an engine that knows of these."""
+
+    with_tokens: bool = False  # events have the tokens of blocks, too
 
 
 class Shutdown(msgspec.Struct, tag=True):
     """Leave the loop and exit; only the owner is obeyed."""
+
+    reason: str = ""  # why a worker that came by itself is not taken
 
 
 class AddFront(msgspec.Struct, tag=True):
@@ -117,6 +126,7 @@ class FrontDropped(msgspec.Struct, tag=True):
 class Ready(msgspec.Struct, tag=True):
     facts: ModelFacts
     clock_ns: int = 0  # the worker's time.monotonic_ns(): another host's clock is another one
+    pid: int = 0
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -247,7 +257,17 @@ KVToWorker = ConnectKV | DisconnectKV | KVNotices | ReleaseKV
 KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
 FrontToWorker = AddFront | DropFront
 FrontFromWorker = FrontLost | FrontDropped | LoadReported
-ToWorker = Submit | SubmitJobs | Abort | GetStats | GetKV | Shutdown | KVToWorker | FrontToWorker
+ToWorker = (
+    Submit
+    | SubmitJobs
+    | Abort
+    | GetStats
+    | GetKV
+    | ResetPrefixCache
+    | Shutdown
+    | KVToWorker
+    | FrontToWorker
+)
 OutputsFromWorker = Outputs | JobOutputs
 FromWorker = (
     Ready | Failed | OutputsFromWorker | Stats | KVEvents | KVDump | KVFromWorker | FrontFromWorker

@@ -13,13 +13,11 @@ import logging
 import time
 from collections.abc import Iterable
 
-from tokenmill.core.images import FEATURES_LOST
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.types import FinishReason, RequestOutput
 from tokenmill.routing.suspects import Suspects
 from tokenmill.workers.accounts import Accounts
 from tokenmill.workers.assignment import Assignment
-from tokenmill.workers.exchange.encoding import Encodings
 from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import (
     Abort,
@@ -38,13 +36,12 @@ from tokenmill.workers.messages import (
 )
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.pool_routers import Routers
-from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
+from tokenmill.workers.slot import OnMessage, WorkerSlot
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # before a request that a full worker refused is routed again
 BUSY = ("queue_full", "draining")  # why a worker may refuse what another would take
-MAX_LOSSES = 3  # times that the features of a request's images may be lost on their way
 NOT_HERE = (*BUSY, "no_capacity", "too_long")  # why a prefill worker may refuse it
 
 
@@ -58,9 +55,8 @@ class Migration:
         assignment: Assignment,
         suspects: Suspects[OpenRequest],
         accounts: Accounts,
-        encodings: Encodings,
     ) -> None:
-        self._accounts, self._encodings = accounts, encodings
+        self._accounts = accounts
         self.open: dict[str, OpenRequest] = {}
         self.num_migrations = 0
         self._routers = routers
@@ -99,22 +95,12 @@ class Migration:
             self._retry.cancel()
 
     def at(self, slot: WorkerSlot) -> list[OpenRequest]:
-        """The requests that a worker computes, decodes, holds KV for, or encodes images of."""
-        if slot.role == "encoder":
-            return [e for e in self.open.values() if self._encodings.is_at(e, slot)]
+        """The requests that a worker computes, decodes or holds KV for."""
         return [e for e in self.open.values() if e.slot is slot or e.source is slot]
 
-    def encoded(self, entry: OpenRequest) -> None:
-        """Send a request on whose images are encoded."""
-        self._held.append(entry)
-        self.send_held()
-
-    def no_worker(self, role: Role, message: str) -> None:
-        """No worker of a role is left: what waits for one ends in ERROR."""
-        if role == "encoder":
-            self._encodings.give_up(f"images cannot be encoded: {message}")
-        else:
-            self.fail_all(message, "worker_died")
+    def no_worker(self, message: str) -> None:
+        """No worker is left: what waits for one ends in ERROR."""
+        self.fail_all(message, "worker_died")
 
     def fail(
         self, entry: OpenRequest, reason: FinishReason, message: str, stop_reason: str
@@ -124,10 +110,6 @@ class Migration:
         entry.put_end(reason, message, stop_reason)
 
     # Workers come and go.
-
-    def receiver(self, role: Role) -> OnMessage:
-        """Who hears what workers of a role say."""
-        return self.on_encoder_message if role == "encoder" else self.on_message
 
     def check(self, slot: WorkerSlot) -> None:
         """Raise WorkerStartError where a new worker's KV does not go with the others'."""
@@ -149,7 +131,6 @@ class Migration:
         """Let a worker take requests; those that waited for one go first."""
         self._routers.welcome(slot, self.open.values())
         self._handovers.connect(slot)
-        self._encodings.worker_ready(slot)
         self.send_held()
 
     def worker_down(self, slot: WorkerSlot) -> None:
@@ -158,7 +139,6 @@ class Migration:
         self._routers.remove(slot)
         lost = self.at(slot)
         self._handovers.disconnect(slot)
-        self._encodings.worker_down(slot)
         for entry in self._suspects.died(lost):
             message = f"the engine stopped: {slot.last_failure}"
             self.fail(entry, FinishReason.ERROR, message, "worker_died")
@@ -168,7 +148,6 @@ class Migration:
     def worker_left(self, slot: WorkerSlot) -> None:
         """Abort the requests of a worker that leaves the pool, and send them to others."""
         late = self.at(slot)
-        self._encodings.worker_down(slot)
         slot.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {slot.name} left the pool")
 
@@ -214,10 +193,6 @@ class Migration:
             case LeasesExpired(request_ids=request_ids):
                 late = [e for e in self._find_all(request_ids) if e.source is slot]
                 self._keep_and_migrate(late, "its lease expired")
-
-    def on_encoder_message(self, slot: WorkerSlot, message: FromWorker) -> None:
-        """Pass on what an encoder says."""
-        self._encodings.on_message(slot, message)
 
     # Outputs.
 
@@ -288,14 +263,9 @@ class Migration:
     ) -> bool:
         """A request that was taken once is not refused because the next worker is full.
 
-        Nor does it end because its KV or the features of its images did not arrive.
+        Nor does it end because its KV did not arrive.
         """
         why = output.stop_reason
-        if why == FEATURES_LOST and entry.num_images_lost < MAX_LOSSES:
-            entry.num_images_lost += 1
-            self._encodings.release(entry)
-            self._migrate([entry], output.error or "")
-            return True
         if why == "kv_transfer" and not entry.stays:
             self._keep_and_migrate([entry], output.error or "")
             return True

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.images import ImageSpan, content_ids
+from tokenmill.core.images import content_ids
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.sched.cache.blocks import U64, hash_input
 from tokenmill.workers.output_stream import OutputStream
@@ -33,8 +33,6 @@ class OpenRequest:
     slot: WorkerSlot | None = None  # who generates; None: held until a worker can take it
     handover: Handover | None = None  # until its KV is where it decodes
     token_ids: list[int] = field(default_factory=list)
-    located: tuple[ImageSpan, ...] | None = None  # its images, once they are encoded elsewhere
-    num_images_lost: int = 0  # times that a worker did not get them
     hash_input: U64 | None = None  # the prompt as the router reads it
     num_uncached: int = 0  # tokens to compute before its first one, as far as is known
     num_sent: int = 0  # to workers before the one that has it now
@@ -99,8 +97,6 @@ class OpenRequest:
         request = self.request
         if self.sent_as != request.request_id:
             request = replace(request, request_id=self.sent_as)
-        if self.located is not None:
-            request = replace(request, images=self.located)
         if not self.token_ids:
             return request
         sampling = request.sampling

@@ -1,7 +1,7 @@
-"""Starts worker processes: directly on this machine, or by Ray on this machine or a cluster.
+"""Starts worker processes: on this machine, or by Ray on the nodes of a cluster.
 
 A placement starts a worker's command and lets the pool wait for its end; requests and tokens do not
-pass through it. With Ray, an actor on the chosen node owns the process and does nothing else.
+pass through it. A worker that computes on GPUs has its own, or is not started.
 """
 
 from __future__ import annotations
@@ -10,41 +10,44 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import math
 import os
-import secrets
-import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from tokenmill.core.config import PoolConfig
+from tokenmill.core.config import (
+    GPU_MEMORY_SHARE,
+    MEMORY_SHARE,
+    PROGRESS,
+    SILENT,
+    PoolConfig,
+)
 from tokenmill.core.gpus import VISIBLE, seen_first, visible_gpus
+from tokenmill.core.installation import install_command
 from tokenmill.core.types import TokenmillError
-from tokenmill.workers.fronts.front_link import KEY_VARIABLE
-from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, FrontProcess, SpawnFar
-from tokenmill.workers.fronts.report import Ticket
-from tokenmill.workers.link import LOOPBACK, Spawn, WorkerProcess, WorkerStartError
+from tokenmill.workers.link import WorkerProcess, WorkerStartError
 
-PLACE_TIMEOUT_S = 120.0  # for Ray to find room and start a process of its own
-OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing is stored there
-RANKS_VARIABLES = (
-    "TOKENMILL_RANK_ADDRESS",
-    "TOKENMILL_RANK_KEY",
-)  # where ranks meet, and their key
-RANK_COMMAND = (
-    "python",
-    "-P",
-    "-m",
-    "tokenmill.engine.ranks.rank_process",
-)  # each node has a Python of its own
-LOST = -1  # exit code of a worker whose node is gone
+Start = Callable[[Sequence[str], str, int], Awaitable[WorkerProcess]]  # of a command
+
+_log = logging.getLogger(__name__)
 
 
 class PlacementError(TokenmillError):
     """Workers cannot be placed as asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpawn:
+    """Starts a worker of `num_ranks` processes by `argv` followed by "--address ADDRESS"."""
+
+    argv: Sequence[str]
+    num_ranks: int
+    start: Start
+
+    def __call__(self, address: str) -> Awaitable[WorkerProcess]:
+        return self.start(self.argv, address, self.num_ranks)
 
 
 class Placement(Protocol):
@@ -53,31 +56,44 @@ class Placement(Protocol):
     @property
     def host(self) -> str | None: ...
 
-    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
-        """What starts a worker of so many ranks: `argv` followed by "--address ADDRESS"."""
-
-    def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
-        """What starts a front on any host: `argv` followed by "--join ADDRESS"; None: this one."""
+    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> CommandSpawn:
+        """What starts a worker and its further ranks."""
 
 
 @contextlib.contextmanager
 def open_placement(config: PoolConfig) -> Iterator[Placement]:
     """The placement that the config asks for."""
     if not wants_ray(config):
-        yield ProcessPlacement()
+        yield ProcessPlacement(config)
         return
-    with _connected(config.ray_address) as host:
-        yield RayPlacement(host, config.num_processes)
+    from tokenmill.workers.ray_placement import RayPlacement, connected
+
+    with connected(config.ray_address) as host:
+        yield RayPlacement(host, config)
 
 
 def wants_ray(config: PoolConfig) -> bool:
-    installed = importlib.util.find_spec("ray") is not None
+    """Whether Ray is asked for; that it is installed starts nothing."""
     wanted = config.placement == "ray" or config.ray_address is not None
-    if wanted and config.placement == "process":
-        raise PlacementError("--ray-address needs --placement ray, got --placement process")
-    if wanted and not installed:
-        raise PlacementError("ray is not installed: pip install 'tokenmill[ray]'")
-    return wanted or (config.placement == "auto" and config.num_processes > 1 and installed)
+    if wanted and importlib.util.find_spec("ray") is None:
+        raise PlacementError(f"ray is not installed: {install_command('ray')}")
+    return wanted
+
+
+def shared_machine(
+    argv: Sequence[str], together: int, per_gpu: int, on_gpu: bool
+) -> dict[str, str]:
+    """Settings of one of several workers of this machine, as variables: flags of `argv` win."""
+    own: dict[str, str] = {}
+    if together > 1:
+        own["TOKENMILL_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // together))
+    if any(word.startswith("--kv-cache-memory=") for word in argv):
+        return own
+    if not on_gpu and together > 1:
+        own["TOKENMILL_KV_CACHE_SHARE"] = str(round(MEMORY_SHARE / together, 4))
+    if on_gpu and per_gpu > 1:
+        own["TOKENMILL_GPU_MEMORY_UTILIZATION"] = str(round(GPU_MEMORY_SHARE / per_gpu, 4))
+    return own
 
 
 @dataclass(slots=True, eq=False)
@@ -87,232 +103,78 @@ class _OnGpus:
     gpus: list[str]
     process: asyncio.subprocess.Process | None = None
 
+    @property
+    def lives(self) -> bool:
+        return self.process is None or self.process.returncode is None
+
 
 class ProcessPlacement:
-    """Workers are child processes, each in a session of its own: Ctrl-C is for the server.
-
-    Where there are several GPUs, a worker has those that the fewest others have.
-    """
+    """Workers are child processes, each in a session of its own: Ctrl-C is for the server."""
 
     host = None
 
-    def __init__(self, gpus: list[str] | None = None) -> None:
+    def __init__(self, config: PoolConfig, gpus: list[str] | None = None) -> None:
         """`gpus` are those of this machine, unless told otherwise."""
+        self._config = config
         self._gpus = visible_gpus() if gpus is None else gpus
+        if config.device == "cpu":
+            self._gpus = []
         self._workers: list[_OnGpus] = []
 
-    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
+    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> CommandSpawn:
         """What starts a worker, which starts its further ranks itself."""
+        return CommandSpawn(argv, num_ranks, self.start)
 
-        async def spawn(address: str) -> WorkerProcess:
-            worker = self._place(num_ranks)
-            own = {VISIBLE: seen_first(worker.gpus, self._gpus)} if len(self._gpus) > 1 else {}
-            try:
-                worker.process = await asyncio.create_subprocess_exec(
-                    *argv,
-                    "--address",
-                    address,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=os.environ | own,
-                )
-            except BaseException:
-                self._workers.remove(worker)
-                raise
-            return worker.process
+    async def start(self, argv: Sequence[str], address: str, num_ranks: int) -> WorkerProcess:
+        worker = self._place(num_ranks)
+        env = os.environ | self._environment(argv, worker.gpus) | self._progress()
+        try:
+            worker.process = await asyncio.create_subprocess_exec(
+                *argv,
+                "--address",
+                address,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                env=env,
+            )
+        except BaseException:
+            self._workers.remove(worker)
+            raise
+        return worker.process
 
-        return spawn
+    def _progress(self) -> dict[str, str]:
+        """Of workers that start together the first shows its progress, for all of them."""
+        first, number = len(self._workers) == 1, self._config.num_workers
+        together = f" (first of {number} workers)" if number > 1 else ""
+        return {PROGRESS: together if first else SILENT}
+
+    def _environment(self, argv: Sequence[str], own: list[str]) -> dict[str, str]:
+        num_gpus, config = len(self._gpus), self._config
+        on_gpus = config.prefill * min(config.prefill_ranks, num_gpus)
+        on_gpus += (config.decode or config.workers) * min(config.ranks, num_gpus)
+        per_gpu = math.ceil(on_gpus / max(1, num_gpus))
+        visible = {VISIBLE: seen_first(own, self._gpus)} if num_gpus > 1 else {}
+        return shared_machine(argv, config.num_workers, per_gpu, num_gpus > 0) | visible
 
     def _place(self, num_ranks: int) -> _OnGpus:
-        """Choose GPUs for a worker; those of workers that have ended count no more."""
-        self._workers = [
-            worker
-            for worker in self._workers
-            if worker.process is None or worker.process.returncode is None
-        ]
+        """Choose the GPUs of a worker: free ones, or where GPUs are shared those of the fewest."""
+        self._workers = [worker for worker in self._workers if worker.lives]
         load = Counter(gpu for worker in self._workers for gpu in worker.gpus)
-        worker = _OnGpus(sorted(self._gpus, key=lambda gpu: load[gpu])[:num_ranks])
+        chosen = sorted(self._gpus, key=lambda gpu: load[gpu])[:num_ranks]
+        num_free = sum(not load[gpu] for gpu in self._gpus)
+        if self._gpus and num_free < num_ranks:
+            self._share(num_ranks, num_free, chosen)
+        worker = _OnGpus(chosen)
         self._workers.append(worker)
         return worker
 
-    def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
-        """Fronts are processes of this host, and their owner starts them."""
-        return None
-
-
-class RayPlacement:
-    """Workers are processes of Ray actors, spread over the nodes; each has a GPU if there are.
-
-    A worker of several ranks is as many actors: the first one is the worker, whom the others call.
-    """
-
-    def __init__(self, host: str, num_processes: int) -> None:
-        import ray
-
-        self.host = host
-        num_gpus = ray.cluster_resources().get("GPU", 0.0)
-        host_of = ray.remote(_WorkerHost).options
-        # kill() comes while wait() waits
-        common = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": "SPREAD"}
-        share = min(1.0, int(1000 * num_gpus / num_processes) / 1000)
-        self._actor: Any = host_of(num_gpus=share, **common)
-        self._front_actor: Any = host_of(num_gpus=0, **common)
-
-    def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> Spawn:
-        """What starts a worker and its further ranks."""
-        return lambda address: self._spawn(list(argv), address, num_ranks)
-
-    def front_spawner(self, argv: Sequence[str]) -> SpawnFar | None:
-        """What starts a front on a node that Ray chooses."""
-
-        async def spawn(ticket: Ticket) -> FrontProcess:
-            env = {TICKET_VARIABLE: ticket.ticket, KEY_VARIABLE: ticket.key}
-            actor = self._front_actor.remote()
-            async with _placing([actor], "front"):
-                await actor.start.remote([*argv, "--join", ticket.address], env)
-            return _RayProcess(actor)
-
-        return spawn
-
-    async def _spawn(self, argv: list[str], address: str, num_ranks: int) -> WorkerProcess:
-        plain, _, key = address.partition("#")
-        actors: list[Any] = [self._actor.remote() for _ in range(num_ranks)]
-        command, env = [*argv, "--address", plain], {KEY_VARIABLE: key}
-        async with _placing(actors, "worker"):
-            if len(actors) > 1:
-                address = await actors[0].free_address.remote(self.host == LOOPBACK)
-                meeting = (address, secrets.token_hex(32))
-                ranks_env = dict(zip(RANKS_VARIABLES, meeting, strict=True))
-                env |= ranks_env
-                for actor in actors[1:]:
-                    await actor.start.remote([*RANK_COMMAND, address], ranks_env)
-            await actors[0].start.remote(command, env)
-        first, *rest = map(_RayProcess, actors)
-        return _RayRanks(first, rest) if rest else first
-
-
-@contextlib.asynccontextmanager
-async def _placing(actors: list[Any], what: str) -> AsyncIterator[None]:
-    """Start processes at actors; WorkerStartError where Ray cannot, and the actors are gone."""
-    import ray
-
-    try:
-        async with asyncio.timeout(PLACE_TIMEOUT_S):
-            yield
-    except (TimeoutError, ray.exceptions.RayError) as error:
-        for actor in actors:
-            ray.kill(actor)
-        reason = str(error) or f"no node had room for it within {PLACE_TIMEOUT_S:g} s"
-        raise WorkerStartError(f"Ray cannot place the {what}: {reason}") from None
-
-
-class _WorkerHost:
-    """The actor: one process of a worker, or a front, on the node that Ray chose."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, argv: list[str], env: dict[str, str]) -> int:
-        """Start the command with this node's Python; returns its process id."""
-        self._process = subprocess.Popen(
-            [sys.executable, *argv[1:]], stdin=subprocess.DEVNULL, env={**os.environ, **env}
+    def _share(self, num_ranks: int, num_free: int, chosen: list[str]) -> None:
+        """Raise WorkerStartError unless GPUs may be shared."""
+        if self._config.share_gpus:
+            _log.warning("a worker shares GPU %s (--share-gpus): slow", " and ".join(chosen))
+            return
+        needs = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs, one for each rank"
+        raise WorkerStartError(
+            f"a worker needs {needs}, and {num_free} of the {len(self._gpus)} of this machine "
+            "are free: start fewer, or try the layout with --share-gpus"
         )
-        return self._process.pid
-
-    def free_address(self, local: bool) -> str:
-        """An address of this node that nobody listens at."""
-        import ray
-
-        host = LOOPBACK if local else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
-
-    def wait(self) -> int:
-        """The exit code, once there is one."""
-        assert self._process is not None
-        return self._process.wait()
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
-
-class _RayProcess:
-    """A worker's process as the link sees it."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self._code: asyncio.Task[int] = asyncio.create_task(self._wait())
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._code)
-
-    def kill(self) -> None:
-        self._actor.kill.remote()
-
-    async def _wait(self) -> int:
-        import ray
-
-        try:
-            code: int = await self._actor.wait.remote()
-        except ray.exceptions.RayError:  # its node or its actor is gone
-            return LOST
-        ray.kill(self._actor)
-        return code
-
-
-class _RayRanks:
-    """A worker of several processes: when one ends, all do."""
-
-    def __init__(self, first: _RayProcess, others: list[_RayProcess]) -> None:
-        self._first, self._others = first, others
-        self._watching = [asyncio.create_task(self._end_with(other)) for other in others]
-
-    async def wait(self) -> int:
-        code = await self._first.wait()
-        for other in self._others:
-            other.kill()
-        await asyncio.gather(*(other.wait() for other in self._others))
-        return code
-
-    def kill(self) -> None:
-        for process in (self._first, *self._others):
-            process.kill()
-
-    async def _end_with(self, other: _RayProcess) -> None:
-        await other.wait()
-        self._first.kill()
-
-
-@contextlib.contextmanager
-def _connected(address: str | None) -> Iterator[str]:
-    """A connection to Ray, to a local one of our own without an address; gives our own address."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides none
-    # Without it actors start one after another, and Ray warns of more than three.
-    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "64")
-    # The ports of our own Ray are open to the network: only we know the token.
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    if address is None:
-        os.environ.update(token)
-    import ray
-
-    local: dict[str, Any] = {
-        "num_cpus": 0,
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
-    }
-    try:
-        ray.init(address or "local", logging_level=logging.ERROR, **({} if address else local))
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        where = f"at {address}" if address else "on this machine"
-        raise PlacementError(f"cannot reach Ray {where}: {error}") from None
-    try:
-        yield LOOPBACK if address is None else ray.util.get_node_ip_address()
-    finally:
-        ray.shutdown()
-        for name in token if address is None else ():
-            os.environ.pop(name, None)

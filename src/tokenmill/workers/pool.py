@@ -1,15 +1,15 @@
 """The worker pool: routes requests to workers, and continues them elsewhere when a worker dies.
 
-The pool wires five objects: Routers know who may be chosen, Encodings have images encoded by
-workers of their own, Handovers move prompts from prefill to decode workers, Migration owns the open
-requests, and Lifecycle owns the worker slots. Without a decode worker, prefill workers also
-generate.
+The pool wires four objects: Routers know who may be chosen, Handovers move prompts from prefill to
+decode workers, Migration owns the open requests, and Lifecycle owns the worker slots. Without a
+decode worker, prefill workers also generate.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, ServerConfig
@@ -21,14 +21,13 @@ from tokenmill.routing.suspects import Suspects, Trials
 from tokenmill.sched.cache.blocks import U64
 from tokenmill.workers.accounts import Accounts, AccountsView
 from tokenmill.workers.assignment import Assignment
-from tokenmill.workers.exchange.encoding import Encodings
 from tokenmill.workers.exchange.handover import Handovers
-from tokenmill.workers.fronts.kept_answers import KeptAnswer, KeptAnswers
-from tokenmill.workers.fronts.report import FrontCounts, Ticket
+from tokenmill.workers.fronts.report import FrontCounts
 from tokenmill.workers.fronts.stored_responses import ResponseKeeper, StoredResponses
-from tokenmill.workers.lifecycle import Lifecycle, PoolError, SpawnOf, WorkerWatcher, roles_of
+from tokenmill.workers.joining.listener import JoinListener
+from tokenmill.workers.lifecycle import Lifecycle, SpawnOf, WorkerWatcher, roles_of
 from tokenmill.workers.link import Spawn, WorkerDownError
-from tokenmill.workers.messages import ModelFacts
+from tokenmill.workers.messages import ModelFacts, ResetPrefixCache
 from tokenmill.workers.migration import Migration
 from tokenmill.workers.open_request import OpenRequest, seeded
 from tokenmill.workers.output_stream import OutputStream, Turn
@@ -52,7 +51,6 @@ class WorkerPool:
         router: RouterConfig | None = None,
         host: str | None = None,
         prefill_spawn: Spawn | None = None,
-        encoder_spawn: Spawn | None = None,
         spawn_of: SpawnOf | None = None,
         trials: Trials | None = None,
         front: str = FRONT,
@@ -64,29 +62,16 @@ class WorkerPool:
         self.routers = Routers(router or RouterConfig(), self.slots, front)
         self._accounts = Accounts()
         self.handovers = Handovers(rule, self.slots, self.routers, self._accounts)
-        self.encodings = Encodings(
-            self.slots,
-            config.encoder > 0,
-            lambda entry: self._requests.encoded(entry),
-            lambda *how: self._requests.fail(*how),
-        )
-        self._accounts.on_settled = self.encodings.release
-        self.encodings.on_spent = self._accounts.spent
         self._assignment = Assignment(
-            self.slots,
-            self.routers,
-            self.handovers,
-            config.kv_lease_s,
-            self._accounts,
-            self.encodings,
+            self.slots, self.routers, self.handovers, config.kv_lease_s, self._accounts
         )
         suspects: Suspects[OpenRequest] = Suspects(config.max_migrations, trials)
         self._requests = Migration(
-            self.routers, self.handovers, self._assignment, suspects, self._accounts, self.encodings
+            self.routers, self.handovers, self._assignment, suspects, self._accounts
         )
         self._lifecycle = Lifecycle(
             slots,
-            spawn_of or _by_role(spawn, prefill_spawn, encoder_spawn),
+            spawn_of or _by_role(spawn, prefill_spawn),
             config,
             self._requests,
             host,
@@ -94,8 +79,8 @@ class WorkerPool:
         self.open_requests: Mapping[str, OpenRequest] = MappingProxyType(self._requests.open)
         self.gave_up = self._lifecycle.gave_up  # no slot has a worker, and none can be started
         self._draining = False
+        self._listener: JoinListener | None = None
         self.image_loads: LoaderStats | None = None  # of a front that takes images
-        self._answers = KeptAnswers()
         self._turn = Turn()
 
     def watch(self, watcher: WorkerWatcher, on_front: OnMessage) -> None:
@@ -144,15 +129,24 @@ class WorkerPool:
         return self._lifecycle.num_restarts
 
     async def start(self) -> ModelFacts:
-        """Start all workers; raises WorkerStartError when one does not come up."""
+        """Start all workers, or wait for those that join; WorkerStartError when one is missing."""
+        if self.config.join_listen is not None:
+            self._listener = JoinListener(self.config, self._lifecycle)
+            await self._listener.open()
         await self._lifecycle.start(roles_of(self.config))
+        if self._listener is not None:
+            await self._listener.filled(lambda: self.num_ready)
         assert self.facts is not None
         return self.facts
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Stop the workers; open requests end in ERROR."""
         self.fail_open("the server is shutting down", "shutdown")
+        if self._listener is not None:
+            self._listener.stop()
         await self._lifecycle.close(grace_s)
+        if self._listener is not None:
+            await self._listener.close()
 
     # Requests.
 
@@ -172,7 +166,8 @@ class WorkerPool:
         if not self.ready:
             raise WorkerDownError("the engine is restarting; try again shortly")
         stream = OutputStream([r.request_id for r in requests], self._turn)
-        entries = [OpenRequest(seeded(r), stream, index) for index, r in enumerate(requests)]
+        named = [replace(seeded(request), account=account) for request in requests]
+        entries = [OpenRequest(request, stream, index) for index, request in enumerate(named)]
         if self._draining:
             message = "the server is draining and takes no new requests"
             for entry in entries:
@@ -218,24 +213,18 @@ class WorkerPool:
             self.routers.set_policy(policy)
         self.routers.renew(self.open_requests.values())
 
+    async def reset_prefix_cache(self) -> None:
+        """Have all workers forget their cached blocks; returns once they have."""
+        for slot in self.slots.values():
+            slot.send(ResetPrefixCache())
+        await self.stats()
+
     async def renew_routers(self, policy: RouterPolicy | None = None) -> None:
         """The same at all fronts."""
         self.renew_router(policy)
 
     async def refresh(self) -> None:
         """Have the figures of all fronts be those of now; one front has its own."""
-
-    async def ticket(self, version: str, model: str | None) -> Ticket:
-        """What lets one more front join; PoolError where it may not."""
-        raise PoolError("this server has one front: start it with --fronts 2 to let others join")
-
-    async def kept(self, name: bytes) -> KeptAnswer | None:
-        """The answer to a call that was answered within the last minute, at any front."""
-        return self._answers.get(name)
-
-    def keep(self, name: bytes, answer: KeptAnswer) -> None:
-        """Keep the answer to a call that may be repeated."""
-        self._answers.put(name, answer)
 
     def response_keeper(self, limits: ServerConfig) -> ResponseKeeper:
         """Who keeps responses for later calls, at any front; one front has a store of its own."""
@@ -295,19 +284,15 @@ class WorkerPool:
             tokens=loads.num_tokens,
             encoded=stats.num_images_encoded,
             patches=stats.num_patches_encoded,
-            received=stats.num_images_received,
             encoder_hits=stats.num_image_hits,
         )
 
 
-def _by_role(
-    spawn: Spawn | None, prefill_spawn: Spawn | None, encoder_spawn: Spawn | None
-) -> SpawnOf:
+def _by_role(spawn: Spawn | None, prefill_spawn: Spawn | None) -> SpawnOf:
     """What starts a slot: those that compute for others may have a command of their own."""
-    own: dict[Role, Spawn | None] = {"prefill": prefill_spawn, "encoder": encoder_spawn}
 
     def spawn_of(name: str, role: Role) -> Spawn:
-        chosen = own.get(role) or spawn
+        chosen = (prefill_spawn if role == "prefill" else None) or spawn
         assert chosen is not None
         return chosen
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from tokenmill.core.config import RouterConfig, RouterPolicy
+from tokenmill.engine_events.publisher import CachePublisher
 from tokenmill.routing.load_report import Announcement, LoadReport
 from tokenmill.routing.router import Decision, Router
 from tokenmill.routing.step_rates import PRIOR, StepRates, fit_rates
@@ -31,6 +32,7 @@ class Routers:
         self._slots = slots
         self._pulled: set[str] = set()  # slots whose dump is on its way
         self._rates = PRIOR
+        self.publisher: CachePublisher | None = None  # tells others what workers cache
         self.announce: Callable[[Announcement], None] = lambda told: None  # to the other fronts
         self.main = Router(replace(config, policy="round-robin"), front)
         self.prefill = Router(self.main.config, front)
@@ -39,11 +41,6 @@ class Routers:
     def num_workers(self) -> int:
         """Workers that take requests."""
         return len(self.main.workers) + len(self.prefill.workers)
-
-    @property
-    def _taking(self) -> list[WorkerSlot]:
-        """The slots that take requests: all but encoders."""
-        return [slot for slot in self._slots.values() if slot.role != "encoder"]
 
     def of(self, slot: WorkerSlot) -> Router:
         """The router that may choose a slot."""
@@ -60,17 +57,19 @@ class Routers:
         """
         if self._policy() != self.main.config.policy:
             self.renew(requests)
-        elif slot.state == "ready" and slot.role != "encoder":
+        elif slot.state == "ready":
             self._introduce(slot)
 
     def remove(self, slot: WorkerSlot) -> None:
         """Stop the routers from choosing a worker."""
         self.of(slot).remove_worker(slot.name)
+        if self.publisher is not None:
+            self.publisher.forget(slot.name)
 
     def renew(self, requests: Iterable[OpenRequest]) -> None:
         """Replace the routers by new ones, which learn of the slots and of all running requests."""
-        there = [slot for slot in self._taking if slot.ready and slot.state == "ready"]
-        sizes = [slot.facts.block_size for slot in self._taking if slot.facts is not None]
+        there = [slot for slot in self._slots.values() if slot.ready and slot.state == "ready"]
+        sizes = [slot.facts.block_size for slot in self._slots.values() if slot.facts is not None]
         if not sizes:
             return
         config = replace(self._asked, policy=self._policy(), block_size=sizes[0])
@@ -88,7 +87,10 @@ class Routers:
 
     def on_events(self, slot: WorkerSlot, message: KVEvents) -> None:
         """Take a worker's events; where some are missing, ask for a dump."""
-        if not self.of(slot).apply(slot.name, message.batch()):
+        batch = message.batch()
+        if self.publisher is not None:
+            self.publisher.take(slot.name, batch)
+        if not self.of(slot).apply(slot.name, batch):
             self._pull(slot)
 
     def on_dump(self, slot: WorkerSlot, message: KVDump) -> None:
@@ -114,8 +116,8 @@ class Routers:
 
     def learn(self) -> None:
         """Fit the cost of a step to what all workers have reported."""
-        if len(self._taking) > 1:
-            told = [slot.stats().step_sums for slot in self._taking]
+        if len(self._slots.values()) > 1:
+            told = [slot.stats().step_sums for slot in self._slots.values()]
             sums = [sum(column) for column in zip(*(s for s in told if s), strict=True)]
             if sums:
                 self._set_rates(fit_rates(sums))
@@ -126,12 +128,12 @@ class Routers:
             router.learn_rates(rates)
 
     def _policy(self) -> RouterPolicy:
-        return self._asked.policy if len(self._taking) > 1 else "round-robin"
+        return self._asked.policy if len(self._slots.values()) > 1 else "round-robin"
 
     def _introduce(self, slot: WorkerSlot) -> None:
         router = self.of(slot)
         router.add_worker(slot.name)
-        if router.config.policy == "kv" and router.config.events:
+        if (router.config.policy == "kv" and router.config.events) or self.publisher is not None:
             self._pulled.discard(slot.name)
             self._pull(slot)
 
@@ -139,7 +141,7 @@ class Routers:
         """Ask for a dump, unless one is on its way."""
         if slot.name not in self._pulled:
             self._pulled.add(slot.name)
-            slot.send(GetKV())
+            slot.send(GetKV(self.publisher is not None))
 
     def _account(self, entry: OpenRequest) -> None:
         """Put a request on the accounts of the workers that have it."""

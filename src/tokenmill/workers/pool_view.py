@@ -45,7 +45,11 @@ class WorkerView(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float | None = None  # computed there, over ten seconds; None: not known
     warnings: list[str] = []  # that it started with
     kv_tokens: int | None = None  # of one request that its KV cache holds; None: not known
+    pid: int | None = None  # on its machine; None while it has no process
+    returns: int = 0  # times that a backend of a router was there again
     tiers: dict[str, float] = {}  # of --kv-offloading: blocks, hits, bytes and seconds
+    cache_basis: str = ""  # of a backend: how it is known what it has cached
+    event_batches: dict[str, int] = {}  # of a backend's KV cache events: received, replayed, lost
 
     @property
     def up(self) -> bool:
@@ -64,6 +68,7 @@ class DecisionView(msgspec.Struct, frozen=True):
     terms: dict[str, dict[str, float]]
     role: str = "both"  # of the worker
     note: str = ""  # who computes the prompt, where there are prefill and decode workers
+    basis: str = ""  # of a backend: how it was known what it has cached
 
 
 class FrontView(msgspec.Struct, frozen=True):
@@ -75,7 +80,6 @@ class FrontView(msgspec.Struct, frozen=True):
     pid: int
     num_open: int  # calls
     restarts: int
-    host: str = ""
 
 
 class PolicyView(msgspec.Struct, frozen=True):
@@ -98,7 +102,6 @@ class ImagesView(msgspec.Struct, frozen=True):
     tokens: int  # of prompts
     encoded: int
     patches: int  # that were encoded
-    received: int  # features that came from an encoder's worker
     encoder_hits: int  # features that were there when a request needed them
 
 
@@ -144,7 +147,8 @@ class Choices:
         if len(decision.workers) > 1 or role != "both":
             self._latest.append((request_id, time.time(), num_resumed, decision, role, note))
             if _log.isEnabledFor(logging.DEBUG):
-                _log.debug("%s -> %s: %s", request_id, decision.worker, decision.terms())
+                by = f", by {decision.basis}" if decision.basis else ""
+                _log.debug("%s -> %s%s: %s", request_id, decision.worker, by, decision.terms())
 
     def views(self) -> list[DecisionView]:
         """Each of them, the oldest first."""
@@ -159,6 +163,7 @@ class Choices:
                 terms=decision.terms(),
                 role=role,
                 note=note,
+                basis=decision.basis or "",
             )
             for request_id, time_s, num_resumed, decision, role, note in self._latest
         ]
@@ -192,5 +197,6 @@ def worker_view(slot: WorkerSlot, router: Router, entries: list[OpenRequest]) ->
         prompt_tokens_per_s=round(slot.prompt_tokens.per_s(), 1),
         warnings=[] if slot.facts is None else slot.facts.warnings,
         kv_tokens=None if slot.facts is None else slot.facts.kv_tokens,
+        pid=slot.pid,
         tiers=stats.tiers,
     )

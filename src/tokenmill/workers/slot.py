@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 RATE_WINDOW_S = 10
 BUSY_SAMPLES = 60  # signs of life over which busy() is a mean
 State = Literal["starting", "ready", "draining", "restarting", "failed"]
-Role = Literal["both", "prefill", "decode", "encoder"]
+Role = Literal["both", "prefill", "decode"]
 
 
 OnMessage = Callable[["WorkerSlot", FromWorker], None]
@@ -51,6 +51,7 @@ class WorkerSlot:
         self.num_hangs = 0
         self.last_failure = ""
         self.worker_lives = False  # though the link to it broke
+        self.joined = False  # others have started the worker: nothing takes its place
         self.tokens = Rate()
         self.prompt_tokens = Rate()  # that it has computed, not found cached
         self._busy: deque[bool] = deque(maxlen=BUSY_SAMPLES)
@@ -71,6 +72,11 @@ class WorkerSlot:
         """True while a worker is there, be it to finish what it has."""
         link = self._link
         return link is not None and link is self._known and not link.dead.is_set()
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the worker, where it runs; None while there is none."""
+        return (self._link.pid or None) if self._link is not None and self.ready else None
 
     async def launch(self) -> ModelFacts:
         """Spawn a worker; raises WorkerStartError when it does not come up."""
@@ -98,11 +104,11 @@ class WorkerSlot:
         if self.state != "draining":
             self.state = "restarting"
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop the worker, if there is one."""
+    async def stop(self, grace_s: float, reason: str = "") -> None:
+        """Stop the worker, if there is one; `reason` says why it is not taken."""
         link, self._link = self._link, None
         if link is not None:
-            await link.close(grace_s)
+            await link.close(grace_s, reason)
 
     def lost(self, address: str, reason: str, worker_lives: bool = False) -> None:
         """Give up the link of this address: others know that the worker is gone, or the link."""

@@ -11,10 +11,11 @@ import gc
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.kv import FEATURES, KVAddress, KVExchange
+from tokenmill.core.kv import KVExchange
 from tokenmill.core.kv_events import Dump, EventPublisher
 from tokenmill.core.types import Engine, TokenmillError
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
@@ -36,6 +37,7 @@ from tokenmill.workers.messages import (
     LeasesExpired,
     ModelFacts,
     ReleaseKV,
+    ResetPrefixCache,
     Shutdown,
     Stats,
     Submit,
@@ -43,30 +45,35 @@ from tokenmill.workers.messages import (
     decode_to_worker,
 )
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
 
 def run_worker(
     engine: Engine,
     address: str,
     facts: ModelFacts,
     kv: KVExchange | None = None,
-    features: FeaturePeer | None = None,
-) -> None:
+    leave: Callable[[], None] | None = None,
+) -> bool:
     """Announce the engine at `address` and run its step loop until the API process ends it.
 
-    `kv` is the engine's own, where its KV moves to or from other engines, and `features` where it
-    reads the features of images from others.
+    `kv` is the engine's own, where its KV moves to or from other engines. `leave` asks the API
+    process to end a worker that is not its child, at a signal. False: the API process is gone.
     The API process is told of an exception out of the engine before it is raised.
     """
-    leave_signals_to_the_parent()
+    take_signals(leave)
     links = FrontLinks(FrontLink(address), facts)
     try:
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        _Loop(engine, links, kv, features).run()
+        told = _Loop(engine, links, kv).run()
     except Exception as error:
         links.owner.send(Failed(describe(error)))
         raise
     finally:
         links.close()
+    if told is not None and told.reason:
+        raise TokenmillError(told.reason)
+    return told is not None
 
 
 def send_failure(address: str, error: BaseException) -> None:
@@ -84,11 +91,21 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a service manager signal the whole group; only the parent decides when to end."""
+def take_signals(leave: Callable[[], None] | None = None) -> None:
+    """Ctrl-C and a service manager signal the whole group; only the parent decides when to end.
+
+    A worker without a parent asks to `leave`; the second signal ends it.
+    """
+
+    def on_signal(number: int, frame: object) -> None:
+        assert leave is not None
+        for each in ENDING:
+            signal.signal(each, signal.SIG_DFL)
+        leave()
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN if leave is None else on_signal)
 
 
 @runtime_checkable
@@ -99,6 +116,8 @@ class KVSource(Protocol):
 
     def kv_dump(self) -> Dump: ...
 
+    def reset_prefix_cache(self) -> None: ...
+
 
 @runtime_checkable
 class Metered(Protocol):
@@ -107,30 +126,18 @@ class Metered(Protocol):
     def costs(self) -> dict[str, Cost]: ...
 
 
-class FeaturePeer(Protocol):
-    """Reads features of images from encoders."""
-
-    def connect(self, peer: KVAddress) -> str | None: ...
-
-    def disconnect(self, engine_id: str) -> None: ...
-
-
 class _Loop:
-    def __init__(
-        self,
-        engine: Engine,
-        links: FrontLinks,
-        kv: KVExchange | None,
-        features: FeaturePeer | None = None,
-    ) -> None:
-        self._engine = engine
-        self._links = links
-        self._kv, self._features = kv, features
+    def __init__(self, engine: Engine, links: FrontLinks, kv: KVExchange | None) -> None:
+        self._engine, self._links, self._kv = engine, links, kv
         self._publisher: EventPublisher | None = None
         self._running = True
+        self._told: Shutdown | None = None
 
-    def run(self) -> None:
-        """Receive, step, send; sleep in poll while there is nothing to do."""
+    def run(self) -> Shutdown | None:
+        """Receive, step, send; sleep in poll while there is nothing to do; returns what ended it.
+
+        None: the owner is gone.
+        """
         while self._running:
             self._receive(self._wait_ms())
             outputs = self._engine.step()
@@ -142,6 +149,7 @@ class _Loop:
             if self._kv is not None:
                 self._send_events(self._kv)
             self._links.report_load(self._engine.has_work())
+        return self._told
 
     def _wait_ms(self) -> int | None:
         """How long to wait for messages; None: until one comes."""
@@ -180,44 +188,37 @@ class _Loop:
             case GetStats():
                 costs = self._links.costs(front, self._costs())
                 self._links.link(front).send(Stats(self._engine.stats(), costs))
-            case GetKV():
-                self._publish(front)
+            case GetKV() | ResetPrefixCache():
+                self._serve_cache(front, message)
             case AddFront(front=name, address=address) if not front:
                 self._abort(self._links.drop(name))
                 self._links.add(name, address)
             case DropFront(front=name) if not front:
                 self._abort(self._links.drop(name))
             case Shutdown() if not front:
-                self._running = False
+                self._running, self._told = False, message
             case ConnectKV() | DisconnectKV() | KVNotices() | ReleaseKV():
-                self._move(front, message)
+                self._move_kv(front, message)
+
+    def _serve_cache(self, front: str, message: GetKV | ResetPrefixCache) -> None:
+        if isinstance(message, GetKV):
+            self._publish(front, message.with_tokens)
+        elif isinstance(self._engine, KVSource):
+            self._engine.reset_prefix_cache()
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._engine.abort(request_id)
         self._links.released(request_ids)
 
-    def _move(self, front: str, message: KVToWorker) -> None:
-        """Take what is about the memory of other engines: features of images, or KV."""
-        if isinstance(message, ConnectKV) and message.peer.geometry.layout == FEATURES:
-            error = self._connect_features(message.peer)
-            self._links.link(front).send(KVConnected(message.peer.engine_id, error))
-            return
-        if isinstance(message, DisconnectKV) and self._features is not None:
-            self._features.disconnect(message.engine_id)
-        self._move_kv(front, message)
-
-    def _connect_features(self, peer: KVAddress) -> str | None:
-        if self._features is None:
-            return "it encodes images itself"
-        return self._features.connect(peer)
-
     def _costs(self) -> dict[str, Cost]:
         return self._engine.costs() if isinstance(self._engine, Metered) else {}
 
-    def _publish(self, front: str) -> None:
+    def _publish(self, front: str, with_tokens: bool) -> None:
         if isinstance(self._engine, KVSource):
             self._publisher = self._engine.kv_events()
+            if with_tokens:
+                self._publisher.record_tokens()
             self._links.listen(front)
             self._links.link(front).send(KVDump(self._engine.kv_dump()))
 

@@ -265,6 +265,20 @@ def test_failures_beyond_a_share_are_the_exit_status(
         assert ("http_500: broken: http500" in captured.err) == bool(status)
 
 
+def test_too_little_goodput_is_the_exit_status(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--url", server.url, "--concurrency", "1", "--num-requests", "4", "--no-audit"]
+    flags += ["--goodput", "e2e:0.001", "--no-server-metrics"]
+    for least, status in ((None, 0), ("0", 0), ("0.5", 1)):
+        more = ["--fail-below-goodput", least] if least else []
+        assert run(["bench", "endpoint", *flags, *more]) == status
+        said = capsys.readouterr()
+        told = "error: 0.0% of the requests at concurrency 1 were within --goodput, less than"
+        assert (told in said.err) == bool(status)
+        assert json.loads(said.out.splitlines()[-1])["points"][0]["num_completed"] == 4
+
+
 URL = ("--url", "http://127.0.0.1:9", "--model", "m")
 
 
@@ -284,6 +298,7 @@ URL = ("--url", "http://127.0.0.1:9", "--model", "m")
         ((*URL, "--turns", "2", "--api", "completions"), 2, "--turns are turns of a chat"),
         ((*URL, "--extra-body", "{"), 2, "--extra-body is not JSON"),
         ((*URL, "--max-error-rate", "5"), 2, "--max-error-rate must be a number from 0 to 1"),
+        ((*URL, "--fail-below-goodput", "0.9"), 2, "--fail-below-goodput needs the limits of"),
         ((*URL, "--burst-size", "3"), 2, "--burst-size goes with --arrival burst"),
         ((*URL, "--arrival", "burst", "--duration", "1"), 1, "requests that arrive at once need"),
         ((*URL, "--output-dir", "."), 1, "--output-dir .: the folder has other files"),
@@ -319,6 +334,6 @@ def test_environment_and_file_set_it_too(
     )
     monkeypatch.setenv("TOKENMILL_CONCURRENCY", "2")
     monkeypatch.setenv("TOKENMILL_GOODPUT", "ttft:1,tpot:1")
-    report = bench(capsys, "--json-only")
+    report = bench(capsys, "--json")
     assert [point["concurrency"] for point in report["points"]] == [2]
     assert report["points"][0]["goodput"]["num_good"] == 0

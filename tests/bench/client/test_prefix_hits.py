@@ -210,7 +210,7 @@ def test_points_with_different_hits_are_doubted() -> None:
 
 
 def bench(capsys: pytest.CaptureFixture[str], command: str, *flags: str) -> dict[str, Any]:
-    assert run(["bench", command, *flags, "--json-only"]) == 0
+    assert run(["bench", command, *flags, "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return report
 

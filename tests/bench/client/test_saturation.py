@@ -1,4 +1,4 @@
-"""The search for the load that a server bears, on simulated servers."""
+"""The search for the load that a server takes, on simulated servers."""
 
 from __future__ import annotations
 

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from bench.sample_runs import page_data
 from bench.scripted_server import NUM_TOKENS, ScriptedServer
 from tokenmill.__main__ import run
 from tokenmill.bench.client.datasets import Prompts, Shuffled, Turn
 from tokenmill.bench.commands.campaign import Campaign
-from tokenmill.bench.mlperf.disclosure import INTEGERS, read_disclosure, template
-from tokenmill.bench.mlperf.endpoints_submission import to_yaml
+from tokenmill.bench.mlperf.endpoints_submission import (
+    TEMPLATE,
+    read_disclosure,
+    required_values,
+    to_yaml,
+)
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.settings import Settings
@@ -26,7 +31,8 @@ def fill(text: str, **values: Any) -> str:
     """The template with an answer for every question."""
 
     def answer(match: re.Match[str]) -> str:
-        value = values.get(match[1], 1 if match[1] in INTEGERS else f"our-{match[1]}")
+        number = any(kinds.get(match[1]) is int for kinds in required_values().values())
+        value = values.get(match[1], 1 if number else f"our-{match[1]}")
         return f"{match[1]} = {json.dumps(value)}"
 
     return re.sub(r'^(\w+) = ""', answer, text, flags=re.M)
@@ -40,7 +46,8 @@ def disclosure(tmp_path: Path) -> Path:
     path = tmp_path / "d.toml"
     names = {"src": str(tmp_path / "engine"), "docs": str(tmp_path / "notes")}
     seed = {"sample_index_rng_seed": 586478644936801402}
-    path.write_text(fill(template(), model_name="llama3_1-8b", division="RDI", **names, **seed))
+    known = {"model_name": "llama3_1-8b", "division": "RDI", **names, **seed}
+    path.write_text(fill(TEMPLATE.read_text(), **known))
     return path
 
 
@@ -70,7 +77,13 @@ def test_quick_campaign(
         assert point["tps_per_user"] == pytest.approx(1000 / point["tpot_ms"]["p90"], rel=1e-3)
         assert point["system_tps"] == point["output_tok_s"] and "price" in point
     assert json.loads((tmp_path / "out/summary.json").read_text()) == report
-    assert "quick" in (tmp_path / "out/pareto.svg").read_text()
+    page = page_data((tmp_path / "out/report.html").read_text())
+    assert page["notices"][0]["title"] == "Not a valid submission"
+    assert "--quick" in page["notices"][0]["lines"][0]
+    curve = page["sections"][0]["blocks"][2]["charts"][0]
+    assert [one["shape"] for one in curve["series"]] == ["dots", "steps"]
+    assert sorted(curve["names"], key=int) == ["1", "2", "3", "5", "7", "15", "33"]
+    assert all("per M output tokens" in label for label in curve["labels"])
     assert "ignore_eos" not in server.seen[-1].body  # answers of a dataset end by themselves
     assert (tmp_path / "out/events/r33.jsonl").is_file()
     check_files(tmp_path / "sub/our-organization/our-submission_id", points)

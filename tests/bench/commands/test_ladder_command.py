@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
+from bench.sample_runs import page_data
 from tokenmill.bench.commands import ladder as cli
 from tokenmill.bench.commands.ladder import (
     CHANGED,
@@ -22,7 +22,8 @@ from tokenmill.bench.commands.ladder import (
     run_rung,
     settings_of,
 )
-from tokenmill.bench.report.pictures import check_plot, ladder_svg, write_plot
+from tokenmill.bench.report.page import render
+from tokenmill.bench.report.table_pages import check_page, ladder_page
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
@@ -58,10 +59,10 @@ def test_a_draft_is_given_to_the_rung_that_drafts(monkeypatch: pytest.MonkeyPatc
         return Attempt(rung)
 
     monkeypatch.setattr(cli, "run_rung", noted)
-    values = {"draft": "head.safetensors", "mtp-relaxed": "2:0.1"}
+    values = {"draft": "head.safetensors"}
     for key in ("overlap", "mtp"):
         cli._attempt(BY_KEY[key], values, "cpu", frozenset(CPU | {"mtp"}))
-    flags = {"--draft=head.safetensors", "--mtp-relaxed=2:0.1"}
+    flags = {"--draft=head.safetensors"}
     assert [flags & set(line) for line in lines] == [set(), flags]
 
 
@@ -151,18 +152,17 @@ def test_plot_has_a_bar_for_each_rung_that_ran(tmp_path: Path) -> None:
     odd = Rung("odd", "a < b", {})
     attempts = [Attempt(BY_KEY["eager"], figures(100)), Attempt(odd, figures(400))]
     rows = ladder_rows([*attempts, Attempt(BY_KEY["fp8"], skipped="needs a GPU")], 3.0)
-    tree = ElementTree.fromstring(ladder_svg("x & y", rows))
-    name = "{http://www.w3.org/2000/svg}"
-    widths = [float(bar.attrib["width"]) for bar in tree.findall(f"{name}rect")[1:]]
-    assert len(widths) == 2 and widths[1] == pytest.approx(4 * widths[0])
-    texts = [text.text for text in tree.findall(f"{name}text")]
-    assert "a < b" in texts and "x & y" in texts and "skipped: needs a GPU" in texts
-    for suffix, start in ((".svg", "<svg"), (".html", "<!doctype html>")):
-        path = tmp_path / f"ladder{suffix}"
-        check_plot(path)
-        write_plot(path, "x", rows)
-        assert path.read_text().startswith(start)
-    with pytest.raises(BenchError, match=r"expected a file that ends in \.svg or \.html"):
-        check_plot(tmp_path / "ladder.png")
+    page = page_data(render(ladder_page("x & y", rows)))
+    _, eager, second, fp8 = page["sections"][0]["blocks"][0]["rows"]
+    assert page["title"] == "x & y" and (eager[0], second[0]) == ("eager torch", "a < b")
+    assert [(row[1]["kind"], row[1]["share"]) for row in (eager, second)] == [
+        ("bar", 0.25),
+        ("bar", 1.0),
+    ]
+    assert eager[1]["text"] == "100" and second[2:] == ["4.00x", "2.083", "100%"]
+    assert fp8[:2] == ["fp8", "skipped: needs a GPU"]
+    check_page("plot", tmp_path / "ladder.html")
+    with pytest.raises(BenchError, match=r"--plot .* expected a file that ends in \.html"):
+        check_page("plot", tmp_path / "ladder.png")
     with pytest.raises(BenchError, match="there is no folder"):
-        check_plot(tmp_path / "gone/ladder.svg")
+        check_page("plot", tmp_path / "gone/ladder.html")

@@ -16,11 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tokenmill.bench.client.connections import route_url
-from tokenmill.bench.client.records import Target
-from tokenmill.bench.mlperf import loadgen, loadgen_url
+from tokenmill.bench.client.records import Target, request_body
+from tokenmill.bench.mlperf import loadgen, loadgen_tests
 from tokenmill.bench.mlperf import runs as mlperf
+from tokenmill.bench.mlperf.language import EngineLanguage
 from tokenmill.bench.mlperf.presets import PRESETS
+from tokenmill.bench.mlperf.samples import LanguageSample
+from tokenmill.bench.mlperf.under_test import EngineUnderTest, UrlUnderTest
 from tokenmill.core.metrics import summarize
 from tokenmill.core.types import (
     EngineStats,
@@ -75,15 +80,42 @@ class PacedEngine:
         return EngineStats()
 
 
-def system_of(options: dict[str, Any], samples: list[loadgen.Sample]) -> Any:
+class EngineSamples(EngineLanguage):
+    """The samples of a test without a model."""
+
+    def __init__(self, run: mlperf.MlperfRun, samples: list[LanguageSample]) -> None:
+        self._run, self._samples, self._mode, self._has_images = run, samples, "", False
+
+
+class UrlSamples:
+    """The same as texts for a server."""
+
+    patient = False
+
+    def __init__(self, target: Target, samples: list[LanguageSample]) -> None:
+        self.target, self.samples = target, samples
+
+    def body(self, sample: int) -> bytes:
+        asked = self.samples[sample]
+        return request_body(self.target, asked.text, asked.sampling.max_tokens)
+
+    def max_tokens(self, sample: int) -> int | None:
+        return self.samples[sample].sampling.max_tokens
+
+    def read(self, sample: int, body: bytes) -> array[int]:
+        raise AssertionError("answers are streams")
+
+
+def system_of(options: dict[str, Any], run: mlperf.MlperfRun, samples: list[LanguageSample]) -> Any:
     if "url" in options:
         url = route_url(options["url"], "chat")
         target = Target(url, options["model"], keep_text=options.get("accuracy", False))
-        return loadgen_url.UrlUnderTest(target, samples, False, options.get("max_in_flight", 64))
+        served = UrlSamples(target, samples)
+        return UrlUnderTest(target, served, options.get("max_in_flight", 64)), None
     nap_s = options.get("nap_s", LONGEST_NAP_S)
     end = FinishReason(options["end"])
     engine = PacedEngine(options["ttft_s"], options["tpot_s"], end, nap_s)
-    return loadgen.EngineUnderTest(engine, samples)
+    return EngineUnderTest(engine, EngineSamples(run, samples), first_tokens=True), engine
 
 
 def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -91,22 +123,23 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     preset = PRESETS[options.get("benchmark", "llama3.1-8b")]
     count = options.get("num_samples", 64)
     num_tokens = options.get("num_tokens", NUM_TOKENS)
-    this = mlperf.Run(preset, options["scenario"], options["qps"], count)
+    this = mlperf.MlperfRun(preset, options["scenario"], options["qps"], count)
     this = replace(this, round=options.get("round", this.round))
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-    samples = [loadgen.Sample(array("i", [i]), sampling, f"{i}") for i in range(count)]
-    sut = system_of(options, samples)
+    samples = [LanguageSample(array("i", [i]), sampling, f"{i}") for i in range(count)]
+    sut, engine = system_of(options, this, samples)
     is_accuracy = options.get("accuracy", False)
-    mlperf.execute(sut, count, this, folder, is_accuracy)
+    loadgen.run_test(sut, count, this, folder, "accuracy" if is_accuracy else "performance")
     if is_accuracy:
         answers = loadgen.read_answers(folder)
         return {"answers": {i: (d.hex(), n) for i, (d, n) in answers.items()}}
     values, errors = loadgen.read_detail(folder)
-    report = mlperf.performance_report(this, values, errors, sut.times) | {"log": values}
+    report = loadgen_tests.performance_fields(this, values, errors, sut.times) | {"log": values}
+    report["result"] = "INVALID" if report["reasons"] else "VALID"
+    report["metric"] = msgspec.to_builtins(report["metric"])
     if "url" in options:
         tally = sut.tally
         return report | {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
-    engine = sut.engine
     return report | {
         "issued": sorted({prompt[0] for prompt in engine.prompts}),
         "engine_late_ms": summarize(engine.late_ms),

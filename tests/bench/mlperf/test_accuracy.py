@@ -10,7 +10,7 @@ import pytest
 
 from tokenmill.bench.mlperf import submission
 from tokenmill.bench.mlperf.accuracy import (
-    Row,
+    DatasetRow,
     check_targets,
     exact_match,
     gates,
@@ -31,7 +31,7 @@ RECORDS = [
     {"input": "A dog", "tok_input": [1, 3], "output": "b"},
 ]
 WORDS = {1: "A", 2: " cat", 3: " dog"}
-ROWS = [Row("A cat", [1, 2], "a"), Row("A dog", [1, 3], "b")]
+ROWS = [DatasetRow("A cat", [1, 2], "a"), DatasetRow("A dog", [1, 3], "b")]
 
 
 def write(path: Path, content: object) -> Path:
@@ -84,8 +84,8 @@ def test_tokens_of_another_tokenizer_are_not_used() -> None:
 
     assert prompts(ROWS, encode, decode) == [[1, 2], [1, 3]]
     assert prompts(ROWS, encode, lambda token_ids: "something else") == [[5], [5]]
-    assert prompts([Row("A cat", [99], None)], encode, decode) == [[5]]
-    assert prompts([Row(None, [99], None)], encode, decode) == [[99]]
+    assert prompts([DatasetRow("A cat", [99], None)], encode, decode) == [[5]]
+    assert prompts([DatasetRow(None, [99], None)], encode, decode) == [[99]]
 
 
 def test_rouge_by_hand() -> None:
@@ -161,44 +161,48 @@ def test_answers_with_channels(kind: str, answer: str, target: str, percent: flo
 
 def test_repeats_of_a_question_count_as_one() -> None:
     # Of 8 repeats 4 are right, of 5 all, and 3 programs are not scored: (4/8 + 5/5) / 2.
-    rows = [Row(None, None, "1", "aime25")] * 8 + [Row(None, None, "B", "gpqa_diamond")] * 5
-    rows += [Row(None, None, "id", "livecodebench_v6")] * 3
+    rows = [DatasetRow(None, None, "1", "aime25")] * 8 + [
+        DatasetRow(None, None, "B", "gpqa_diamond")
+    ] * 5
+    rows += [DatasetRow(None, None, "id", "livecodebench_v6")] * 3
     answers = ["Answer: 1"] * 4 + ["Answer: 2"] * 4 + ["B"] * 5 + ["```python\n```"] * 3
     scores = scores_of("gpt-oss-120b", rows, answers, 10)
     assert (scores["exact_match"], scores["num_unscored"]) == (75, 3)
 
 
-def scores_of(name: str, rows: list[Row], answers: list[str], num_tokens: int) -> dict[str, float]:
+def scores_of(
+    name: str, rows: list[DatasetRow], answers: list[str], num_tokens: int
+) -> dict[str, float]:
     preset = PRESETS[name]
     return score(preset, rows, answers, [num_tokens] * len(rows), load_rouge(preset))
 
 
 def test_scores_and_gates() -> None:
-    rows = [Row(None, None, "a b"), Row(None, None, "d")]
+    rows = [DatasetRow(None, None, "a b"), DatasetRow(None, None, "d")]
     scores = scores_of("llama2-70b", rows, [" a b", "c"], 290)
     assert scores["rouge1"] == 50 and "exact_match" not in scores
     assert (scores["gen_len"], scores["gen_num"], scores["gen_tok_len"]) == (4, 2, 580)
     found = gates(PRESETS["llama2-70b"], scores)
-    assert found["rouge1"]["passed"] and found["rouge1"]["min"] == pytest.approx(0.99 * 44.4312)
-    assert found["tokens_per_sample"]["passed"] and "gen_len" not in found
+    assert found["rouge1"].passed and found["rouge1"].min == pytest.approx(0.99 * 44.4312)
+    assert found["tokens_per_sample"].passed and "gen_len" not in found
     shorter = gates(PRESETS["llama2-70b"], scores | {"tokens_per_sample": 200.0})
     assert missed_gates(shorter, 0) == ["tokens_per_sample misses the accuracy gate"]
 
 
 def test_characters_of_a_quick_run_count_by_their_share() -> None:
-    scores = scores_of("llama3.1-8b", [Row(None, None, "x")] * 2, ["x" * 611] * 2, 128)
-    assert gates(PRESETS["llama3.1-8b"], scores)["gen_len"]["passed"]
+    scores = scores_of("llama3.1-8b", [DatasetRow(None, None, "x")] * 2, ["x" * 611] * 2, 128)
+    assert gates(PRESETS["llama3.1-8b"], scores)["gen_len"].passed
 
 
 def test_every_row_is_scored_by_its_kind() -> None:
     rows = [
-        Row(None, None, "a cat", "rouge"),
-        Row(None, None, "Paris", "qa_em"),
-        Row(None, None, "Rome", "qa_em"),
+        DatasetRow(None, None, "a cat", "rouge"),
+        DatasetRow(None, None, "Paris", "qa_em"),
+        DatasetRow(None, None, "Rome", "qa_em"),
     ]
     scores = scores_of("llama3.1-405b", rows, ["a cat", "Answer: Paris", "no"], 10)
     assert scores["rougeL"] == 100 and scores["exact_match"] == 50
-    code = [Row(None, None, "42", "aime"), Row(None, None, "[1]", "livecodebench")]
+    code = [DatasetRow(None, None, "42", "aime"), DatasetRow(None, None, "[1]", "livecodebench")]
     scores = scores_of("deepseek-r1", code, ["\\boxed{42}", "def f(): ..."], 10)
     assert scores["exact_match"] == 100 and scores["num_unscored"] == 1
     (reason,) = missed_gates({}, 1)
@@ -206,14 +210,14 @@ def test_every_row_is_scored_by_its_kind() -> None:
 
 
 def test_submission_files(tmp_path: Path) -> None:
-    layout = submission.Layout(tmp_path, "open", "me", "box", "llama2-70b", "Interactive")
+    layout = submission.SubmissionLayout(tmp_path, "open", "me", "box", "llama2-70b", "Interactive")
     logs = tmp_path / "logs"
     logs.mkdir()
     for name in (SUMMARY, DETAIL):
         (logs / name).write_text(name)
     answers = b"[" + b"x" * 30_000 + b"]"
     (logs / ACCURACY).write_bytes(answers)
-    submission.copy_performance(layout, logs)
+    submission.copy_logs(logs, layout.performance)
     submission.copy_accuracy(layout, logs, {"rouge1": 44.5})
     empty, _ = submission.write_system(layout, {"host_processor_core_count": "2"})
     assert "cooling" in empty and "host_processor_core_count" not in empty

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 from tokenmill.bench.mlperf.compliance import (
-    Answer,
-    audit_config,
+    LoggedAnswer,
     read_log,
     verify_consistency,
     verify_output_length,
     verify_score,
 )
-from tokenmill.bench.mlperf.loadgen import ACCURACY
+from tokenmill.bench.mlperf.loadgen import ACCURACY, audit_config
 from tokenmill.bench.mlperf.presets import PRESETS
 
 EOS = (2,)
-GOOD = Answer([5, 6, 7, 2], [5], 4)
+GOOD = LoggedAnswer([5, 6, 7, 2], [5], 4)
 
 
 def test_every_benchmark_has_the_tests_of_the_round() -> None:
@@ -33,14 +32,14 @@ def test_every_benchmark_has_the_tests_of_the_round() -> None:
     ("answer", "failed"),
     [
         (GOOD, ""),
-        (Answer([5, 6, 2, 2], [5], 4), "EOS"),
-        (Answer([5, 6, 7], [6], 3), "First token"),
-        (Answer([5, 6, 7], [], 3), "First token"),
-        (Answer([5, 6, 7], [5], 4), "Sample length"),
-        (Answer([2, 2], [2], 2), ""),  # the first token is an answer
+        (LoggedAnswer([5, 6, 2, 2], [5], 4), "EOS"),
+        (LoggedAnswer([5, 6, 7], [6], 3), "First token"),
+        (LoggedAnswer([5, 6, 7], [], 3), "First token"),
+        (LoggedAnswer([5, 6, 7], [5], 4), "Sample length"),
+        (LoggedAnswer([2, 2], [2], 2), ""),  # the first token is an answer
     ],
 )
-def test_consistency(answer: Answer, failed: str) -> None:
+def test_consistency(answer: LoggedAnswer, failed: str) -> None:
     """One answer among good ones decides."""
     verdict = verify_consistency([GOOD, answer], EOS, offline=False)
     assert verdict.passed == (not failed)
@@ -51,13 +50,13 @@ def test_consistency(answer: Answer, failed: str) -> None:
 
 
 def test_offline_reports_no_first_token() -> None:
-    verdict = verify_consistency([Answer([5, 6], [], 2)], EOS, offline=True)
+    verdict = verify_consistency([LoggedAnswer([5, 6], [], 2)], EOS, offline=True)
     assert verdict.passed and "First token check pass: Skipped" in verdict.text
 
 
 @pytest.mark.parametrize(("mean", "passed"), [(1150, False), (1151, True), (1406, True), (1407, 0)])
 def test_output_length_bounds_are_the_official_ones(mean: int, passed: bool) -> None:
-    answers = [Answer([1] * (mean - 100), [], 0), Answer([1] * (mean + 100), [], 0)]
+    answers = [LoggedAnswer([1] * (mean - 100), [], 0), LoggedAnswer([1] * (mean + 100), [], 0)]
     verdict = verify_output_length(answers, PRESETS["gpt-oss-120b"].compliance_tokens)
     assert verdict.passed == passed and ("TEST PASS" in verdict.text) == passed
     assert "Min threshold: 1150.38" in verdict.text and "Max threshold: 1406.02" in verdict.text
@@ -80,4 +79,4 @@ def test_log_is_read_as_loadgen_writes_it(tmp_path: Path) -> None:
     data = array("i", [5, 6]).tobytes().hex()
     entry = {"qsl_idx": 0, "data": data, "token_data": data[:8], "token_count": 2}
     (tmp_path / ACCURACY).write_text(json.dumps([entry]))
-    assert read_log(tmp_path) == [Answer([5, 6], [5], 2)]
+    assert read_log(tmp_path) == [LoggedAnswer([5, 6], [5], 2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,16 @@ import pytest
 
 from bench.mlperf.known_latencies import about, drive, near, report_of
 from tokenmill.bench.commands.mlperf import run_of
-from tokenmill.bench.mlperf import loadgen
 from tokenmill.bench.mlperf import runs as mlperf
-from tokenmill.bench.mlperf.presets import DLRM_V3, PRESETS, QWEN3_VL, ROUNDS, WAN, Preset
+from tokenmill.bench.mlperf import under_test
+from tokenmill.bench.mlperf.presets import BENCHMARKS, PRESETS, ROUNDS, Preset
+from tokenmill.bench.mlperf.samples import (
+    choose_samples,
+    dataset_samples,
+    notices_of,
+    synthetic_lengths,
+    synthetic_samples,
+)
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import SETTINGS, Settings, SettingsError
@@ -108,20 +114,15 @@ def test_an_unanswered_query_ends_the_test(tmp_path: Path) -> None:
 def test_limits_are_those_of_loadgen(preset: Preset, scenario: str) -> None:
     command = [sys.executable, "-c", LIMITS, preset.key_of(scenario)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    limits = preset.limits(scenario)
+    limits = preset.limits_ms(scenario)
     assert limits is not None
-    expected = [limits.ttft_ms * 10**6, limits.tpot_ms * 10**6, True, preset.num_samples]
+    expected = [limits["ttft"] * 10**6, limits["tpot"] * 10**6, True, preset.num_samples]
     found = json.loads(result.stdout.splitlines()[-1])
     assert found == [*expected, mlperf.MIN_DURATION_MS, mlperf.PERCENTILE / 100]
 
 
 def test_presets_are_offered_and_have_lengths() -> None:
-    assert SETTINGS["benchmark"].kind.choices == (
-        *PRESETS,
-        QWEN3_VL.name,
-        DLRM_V3.name,
-        WAN.name,
-    )
+    assert SETTINGS["benchmark"].kind.choices == tuple(BENCHMARKS)
     assert SETTINGS["scenario"].kind.choices == mlperf.SCENARIOS
     for preset in PRESETS.values():
         rows = read_lengths(SHIPPED / f"{preset.name}.csv", preset.output_len)
@@ -178,8 +179,8 @@ def test_drafts_are_accepted_where_the_round_has_them() -> None:
     assert run_of(Settings({"mtp": 3, "division": "open"})).preset.name == "llama3.1-8b"
 
 
-def run_with(benchmark: str = "llama3.1-8b", **options: Any) -> mlperf.Run:
-    return mlperf.Run(PRESETS[benchmark], "Server", 4.0, **options)
+def run_with(benchmark: str = "llama3.1-8b", **options: Any) -> mlperf.MlperfRun:
+    return mlperf.MlperfRun(PRESETS[benchmark], "Server", 4.0, **options)
 
 
 def mean(values: list[int]) -> float:
@@ -191,41 +192,41 @@ def mean(values: list[int]) -> float:
     [("deepseek-r1", 3886.2274), ("llama3.1-405b", 684.68), ("llama2-70b", 294.45)],
 )
 def test_synthetic_outputs_have_the_reference_mean(benchmark: str, mean_output: float) -> None:
-    lengths, scale = mlperf.synthetic_lengths(run_with(benchmark), 10**6)
+    lengths, scale = synthetic_lengths(run_with(benchmark), 10**6)
     assert scale == 1 and len(lengths) == PRESETS[benchmark].num_samples
     assert mean([o for _, o in lengths]) == pytest.approx(mean_output, rel=0.02)
 
 
 def test_a_short_context_scales_quick_runs_only() -> None:
     with pytest.raises(BenchError, match=r"llama3\.1-8b needs 2668 tokens of context"):
-        mlperf.synthetic_lengths(run_with(), 512)
-    lengths, scale = mlperf.synthetic_lengths(run_with(quick_samples=64), 512)
+        synthetic_lengths(run_with(), 512)
+    lengths, scale = synthetic_lengths(run_with(quick_samples=64), 512)
     assert len(lengths) == 64 and 0 < scale < 1
     assert max(i + o for i, o in lengths) <= 512 and min(o for _, o in lengths) >= 2
-    again, smaller = mlperf.synthetic_lengths(run_with(quick_samples=64, length_scale=0.01), 512)
+    again, smaller = synthetic_lengths(run_with(quick_samples=64, length_scale=0.01), 512)
     assert smaller == 0.01 and {o for _, o in again} == {2}
-    notices = mlperf.notices(run_with(quick_samples=64), True, scale)
+    notices = notices_of(run_with(quick_samples=64), True, scale)
     assert "not a valid submission" in notices[0] and "synthetic" in notices[1]
     assert notices[2] == f"Lengths are scaled by {scale:.4g}."
 
 
 def test_synthetic_prompts_are_reproducible_and_differ() -> None:
     run = run_with("gpt-oss-120b")
-    samples = mlperf.synthetic_samples(run, [(20, 3), (20, 4)], 1000)
-    assert samples == mlperf.synthetic_samples(run, [(20, 3), (20, 4)], 1000)
-    assert samples != mlperf.synthetic_samples(replace(run, round="v6.1"), [(20, 3)] * 2, 1000)
+    samples = synthetic_samples(run, [(20, 3), (20, 4)], 1000)
+    assert samples == synthetic_samples(run, [(20, 3), (20, 4)], 1000)
+    assert samples != synthetic_samples(replace(run, round="v6.1"), [(20, 3)] * 2, 1000)
     assert samples[0].prompt_token_ids != samples[1].prompt_token_ids
     assert samples[1].sampling == SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
 
 
 def test_a_dataset_is_whole_unless_the_run_is_quick() -> None:
     with pytest.raises(BenchError, match=r"has 3 samples, but llama3\.1-8b has 13368"):
-        mlperf.choose_samples(run_with(), [5, 90, 7], 50, False)
+        choose_samples(run_with(), [5, 90, 7], 50, False)
     quick = run_with(quick_samples=2)
-    assert mlperf.choose_samples(quick, [5, 90, 7, 8], 50, False) == [0, 2]
+    assert choose_samples(quick, [5, 90, 7, 8], 50, False) == [0, 2]
     with pytest.raises(BenchError, match="no prompt of the dataset fits"):
-        mlperf.choose_samples(quick, [90], 50, False)
-    (sample,) = mlperf.dataset_samples(quick, [[1, 2, 3]], 50, False)
+        choose_samples(quick, [90], 50, False)
+    (sample,) = dataset_samples(quick, [[1, 2, 3]], 50, False)
     assert (sample.sampling.max_tokens, sample.sampling.min_tokens) == (47, 2)
 
 
@@ -234,9 +235,9 @@ def test_only_quick_runs_go_below_the_minimums() -> None:
     quick = run_with(quick_samples=8).user_conf(8)
     assert quick.startswith(f"# {mlperf.QUICK_NOTICE}\n")
     assert "llama3_1-8b.Server.min_query_count = 64\n" in quick
-    offline = mlperf.Run(PRESETS["gpt-oss-120b"], "Offline", 2.0)
+    offline = mlperf.MlperfRun(PRESETS["gpt-oss-120b"], "Offline", 2.0)
     assert "gpt-oss-120b.Offline.min_query_count = 6396\n" in offline.user_conf(6396)
-    interactive = mlperf.Run(PRESETS["deepseek-r1"], "Interactive", 2.0)
+    interactive = mlperf.MlperfRun(PRESETS["deepseek-r1"], "Interactive", 2.0)
     assert interactive.user_conf(4388) == "deepseek-r1-interactive.Server.target_qps = 2\n"
 
 
@@ -267,33 +268,43 @@ class OneByOne:
     def has_work(self) -> bool:
         return bool(self.waiting)
 
-    def step(self) -> list[str]:
+    def submit(self, request: str) -> None:
+        self.waiting.append(request)
+
+    def step(self) -> list[SimpleNamespace]:
         self.most = max(self.most, len(self.waiting))
-        return [self.waiting.pop(0)]
+        return [SimpleNamespace(request_id=self.waiting.pop(0))]
 
 
-class OneByOneUnderTest(loadgen.SteppedSystem):
-    def __init__(self, engine: OneByOne) -> None:
-        super().__init__(engine)
-        self.one, self.answered, self.issued = engine, list[str](), list[loadgen.Arrival]()
+class AtOnce:
+    """Samples whose answers never are whole."""
 
-    def _submit(self, request_id: str, arrival: loadgen.Arrival) -> None:
-        self.one.waiting.append(request_id)
-        self.issued.append(arrival)
+    def __init__(self) -> None:
+        self.issued, self.answered = list[under_test.Query](), list[str]()
+        self.system: under_test.EngineUnderTest
 
-    def _report(self, outputs: Sequence[Any]) -> None:
-        self.answered += outputs
+    def request(self, name: str, query: under_test.Query) -> str:
+        self.issued.append(query)
+        return name
+
+    def take(self, query: under_test.Query, output: SimpleNamespace) -> tuple[int, bool]:
+        self.answered.append(output.request_id)
         if len(self.answered) == 5:
-            self.end()
+            self.system.end()
+        return 0, False
+
+    def data(self, query: under_test.Query) -> Any:
+        raise AssertionError("no answer is whole here")
 
 
 def test_samples_that_come_at_once_are_submitted_while_the_engine_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loadgen, "SUBMITTED_PER_STEP", 2)
-    system = OneByOneUnderTest(OneByOne())
+    monkeypatch.setattr(under_test, "SUBMITTED_PER_STEP", 2)
+    engine, samples = OneByOne(), AtOnce()
+    samples.system = system = under_test.EngineUnderTest(engine, samples)
     system.issue([SimpleNamespace(id=i, index=i) for i in range(5)])
     system.drive()
-    assert system.answered == [f"query-{i}" for i in range(5)]
-    assert system.one.most == 3  # two, then one and two, then two and the last
-    assert len({arrival.issued_ns for arrival in system.issued}) == 1
+    assert samples.answered == [f"query-{i}" for i in range(5)]
+    assert engine.most == 3  # two, then one and two, then two and the last
+    assert len({query.times.arrival_ns for query in samples.issued}) == 1

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples import rank_train
+from light_processes import light_processes
 from tokenmill.__main__ import run
-from tokenmill.bench.mlperf import ranking_test, runs
+from tokenmill.bench.commands.mlperf import run_of
+from tokenmill.bench.mlperf import loadgen_tests, ranking, runs
 from tokenmill.bench.mlperf.presets import DLRM_V3
-from tokenmill.bench.results.mlperf_reports import GateReport, required
+from tokenmill.bench.results.mlperf_reports import GateReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.ranking.metrics import rank_metrics
@@ -25,29 +26,31 @@ from tokenmill.settings import Settings
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rank")
-    flags = ["--users", "12", "--items", "256", "--candidates", "16", "--train-steps", "1"]
-    assert run(["rank-train", str(path), *flags]) == 0
+    flags = ["--users", "12", "--items", "256", "--candidates", "16", "--steps", "1"]
+    rank_train.main([str(path), *flags])
     return path
 
 
-def test_accuracy_run_has_the_models_own_metrics(folder: Path, tmp_path: Path) -> None:
+def test_accuracy_run_has_the_models_own_metrics(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LoadGen's log of answers gives the same three figures as the model without LoadGen."""
-    command = [sys.executable, "-P", "-m", "tokenmill", "bench", "mlperf-test", "--quick"]
-    command += ["--benchmark", "dlrm-v3", "--test-mode", "accuracy", "--quick-samples", "8"]
-    command += ["--model", str(folder / "model"), "--dataset", str(folder / "requests.jsonl")]
-    command += ["--submission-dir", str(tmp_path), "--json-only"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr(loadgen_tests, "SPAWN", light_processes())
+    values = {"benchmark": "dlrm-v3", "test-mode": "accuracy", "quick": True, "quick-samples": 8}
+    values |= {"model": str(folder / "model"), "dataset": str(folder / "requests.jsonl")}
+    settings = Settings(values)
+    logs = tmp_path / "logs"
+    report = loadgen_tests.run_in_process(settings, run_of(settings), "accuracy", logs).report
     model = load_model(folder / "model")
-    samples = ranking_test.read_samples(folder / "requests.jsonl", model.spec)[:8]
+    samples = ranking.read_samples(folder / "requests.jsonl", model.spec)[:8]
     scores = [found[:, 0] for found in model.score([sample.request for sample in samples])]
     expected = rank_metrics(scores, [sample.labels for sample in samples])
-    found = report["accuracy"]
+    found = report.accuracy
+    assert found is not None
     assert [found["ne"], found["accuracy"], found["gauc"]] == pytest.approx(expected, abs=1e-3)
-    assert report["num_samples"] == 8 and report["accuracy_gates"] == {}
+    assert report.num_samples == 8 and report.accuracy_gates == {}
     told = "The item table has 256 rows of 32 columns; the benchmark's has 1,000,000,000 of 512."
-    assert told in report["notices"] and ranking_test.smaller_table(HstuSpec()) == []
+    assert told in report.notices and ranking.smaller_table(HstuSpec()) == []
 
 
 def test_a_warm_up_that_fails_ends_the_run(
@@ -60,7 +63,9 @@ def test_a_warm_up_that_fails_ends_the_run(
     values = {"benchmark": "dlrm-v3", "model": str(folder / "model"), "device": "cpu"}
     values |= {"submission-dir": str(tmp_path), "dataset": str(folder / "requests.jsonl")}
     with pytest.raises(BenchError, match=r"warm-up was not answered: .*no tile fits"):
-        ranking_test.child_report(Settings(values), runs.Run(DLRM_V3, "Offline", 1.0, 8))
+        ranking.EngineRanking(
+            Settings(values), runs.MlperfRun(DLRM_V3, "Offline", 1.0, 8), "performance", tmp_path
+        )
 
 
 def report_of(scenario: str, latency_ms: float) -> Any:
@@ -70,14 +75,13 @@ def report_of(scenario: str, latency_ms: float) -> Any:
         "result_scheduled_samples_per_sec": 11.5,
         "result_99.00_percentile_latency_ns": latency_ms * 1e6,
     }
-    return runs.performance_report(runs.Run(DLRM_V3, scenario, 1.0), values, [], [])
+    return loadgen_tests.performance_fields(runs.MlperfRun(DLRM_V3, scenario, 1.0), values, [], [])
 
 
 def test_metrics_and_the_limit_of_80_ms() -> None:
-    assert report_of("Offline", 900)["metric"]["value"] == 12.5
+    assert report_of("Offline", 900)["metric"].value == 12.5
     good, slow = report_of("Server", 79), report_of("Server", 81)
-    assert good["result"] == "VALID" and good["metric"]["value"] == 11.5
-    assert slow["result"] == "INVALID"
+    assert good["reasons"] == [] and good["metric"].value == 11.5
     assert slow["reasons"][0] == "p99 latency is 81.0 ms, the limit is 80 ms"
 
 
@@ -85,7 +89,7 @@ def test_metrics_and_the_limit_of_80_ms() -> None:
     ("flags", "message"),
     [
         (["--scenario", "Interactive"], "Offline and Server only"),
-        (["--test-mode", "TEST06"], "performance and accuracy only: a submission needs TEST08"),
+        (["--test-mode", "TEST06"], "has performance, accuracy only: a submission needs TEST08"),
         (["--submission-dir", "x"], "--submission-dir does not go with --benchmark dlrm-v3: a sub"),
         (["--compliance"], "dlrm-v3: its audit, TEST08, needs"),
         (["--url", "http://127.0.0.1:1", "--model", "m", "--dtype", "bf16"], "not for --url"),
@@ -102,12 +106,11 @@ def test_what_the_benchmark_does_not_have_is_refused(
 
 
 def test_gates_say_their_bounds() -> None:
-    run = runs.Run(DLRM_V3, "Offline", 1.0)
-    gates = {name: ranking_test.gate_of(run, name, 87.9) for name in ("ne", "gauc")}
-    assert required(gates["ne"]) == "at most 86.7738" and not gates["ne"]["passed"]
-    assert required(gates["gauc"]) == "at least 78.5843" and gates["gauc"]["passed"]
-    length: GateReport = {"value": 5.0, "min": 4.5, "max": 5.5, "passed": True}
-    assert required(length) == "4.5000 to 5.5000"
+    run = runs.MlperfRun(DLRM_V3, "Offline", 1.0)
+    gates = {name: ranking.gate_of(run, name, 87.9) for name in ("ne", "gauc")}
+    assert gates["ne"].required == "at most 86.7738" and not gates["ne"].passed
+    assert gates["gauc"].required == "at least 78.5843" and gates["gauc"].passed
+    assert GateReport(5.0, 4.5, True, 5.5).required == "4.5000 to 5.5000"
 
 
 def test_a_wrong_line_of_the_dataset_is_named(folder: Path, tmp_path: Path) -> None:
@@ -116,4 +119,4 @@ def test_a_wrong_line_of_the_dataset_is_named(folder: Path, tmp_path: Path) -> N
     text = json.dumps(line) + "\n" + json.dumps(line | {"user_id": 12})
     file.write_text(text, encoding="utf-8")
     with pytest.raises(BenchError, match=r"line 2: user_id: 12 is unknown"):
-        ranking_test.read_samples(file, load_model(folder / "model").spec)
+        ranking.read_samples(file, load_model(folder / "model").spec)

@@ -9,7 +9,7 @@ from tokenmill.bench.mlperf.submission import (
     MEANINGFUL_FIELDS,
     NO_ACCELERATOR,
     SYSTEM_FIELDS,
-    Layout,
+    SubmissionLayout,
     describe_machine,
     write_system,
 )
@@ -19,11 +19,11 @@ NUMERIC = ("number_of_nodes", "host_processors_per_node", "host_processor_core_c
 NUMERIC += ("accelerators_per_node", "host_network_card_count")
 
 
-def layout_in(folder: Path, scenario: str = "Offline") -> Layout:
-    return Layout(folder, "closed", "me", "box", "llama3.1-8b", scenario)
+def layout_in(folder: Path, scenario: str = "Offline") -> SubmissionLayout:
+    return SubmissionLayout(folder, "closed", "me", "box", "llama3.1-8b", scenario)
 
 
-def read(layout: Layout) -> dict[str, str]:
+def read(layout: SubmissionLayout) -> dict[str, str]:
     found: dict[str, str] = json.loads(layout.system_file.read_text())
     return found
 

@@ -10,12 +10,12 @@ from typing import Any
 import av
 import pytest
 
-from light_processes import run_benchmark
+from light_processes import light_processes
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import mlperf
-from tokenmill.bench.mlperf import runs, submission, video_test
-from tokenmill.bench.mlperf.compliance import audit_config, verify_same_sample
-from tokenmill.bench.mlperf.loadgen import ACCURACY
+from tokenmill.bench.mlperf import loadgen_tests, runs, submission, video
+from tokenmill.bench.mlperf.compliance import verify_same_sample
+from tokenmill.bench.mlperf.loadgen import ACCURACY, audit_config
 from tokenmill.bench.mlperf.presets import REQUIRED_VIDEOS, ROUNDS, WAN
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import ModelConfig
@@ -34,7 +34,7 @@ SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--num-threads", "1
 def test_a_small_submission(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf, "run_benchmark", run_benchmark)
+    monkeypatch.setattr(loadgen_tests, "SPAWN", light_processes())
     (tmp_path / "prompts.txt").write_text("a red fox\n\na red fox\n")
     line = [*BENCHMARK, "--quick", "--test-mode", "submission", "--compliance", *SMALL]
     line += ["--dataset", str(tmp_path / "prompts.txt"), "--submission-dir", str(tmp_path / "sub")]
@@ -86,29 +86,29 @@ def expected_pixels() -> str:
     engine = VideoEngine(load_pipeline(checkpoint, ModelConfig(device="cpu", num_threads=1)))
     engine.submit(Request("a", byte_token_ids("a red fox", 256), video=params))
     outputs = [output for _ in range(4) for output in engine.step()]
-    return sha256(video_test.video_of(outputs[-1]).data).hexdigest()
+    return sha256(video.video_of(outputs[-1]).data).hexdigest()
 
 
-def run_of(**values: Any) -> runs.Run:
+def run_of(**values: Any) -> runs.MlperfRun:
     return mlperf.run_of(Settings({"benchmark": WAN.name, **values}))
 
 
 def report_of(scenario: str, **values: Any) -> Any:
     found = {"result_validity": "VALID", "result_samples_per_second": 0.02} | values
     found |= {"result_mean_latency_ns": 4e10, "result_90.00_percentile_latency_ns": 5e10}
-    return runs.performance_report(run_of(scenario=scenario), found, [], [])
+    return loadgen_tests.performance_fields(run_of(scenario=scenario), found, [], [])
 
 
 def test_figures_are_those_that_the_checker_reads() -> None:
     offline, stream = report_of("Offline"), report_of("SingleStream")
-    assert (offline["metric"]["value"], offline["metric"]["unit"]) == (0.02, "samples/s")
-    assert (stream["metric"]["value"], stream["metric"]["unit"]) == (50.0, "s")
+    assert (offline["metric"].value, offline["metric"].unit) == (0.02, "samples/s")
+    assert (stream["metric"].value, stream["metric"].unit) == (50.0, "s")
     estimated = report_of("SingleStream", early_stopping_latency_ss=52e9)
-    assert estimated["metric"]["value"] == 52.0
+    assert estimated["metric"].value == 52.0
     assert offline["limits_ms"] is None and stream["limits_ms"] is None  # the round has none
-    price = video_test.price_of(run_of(scenario="SingleStream"), stream, 36.0)
+    price = video.price_fields(run_of(scenario="SingleStream"), stream, 36.0)
     assert (price["s_per_video"], price["usd_per_video"]) == (40.0, 0.4)
-    assert video_test.price_of(run_of(), offline, 36.0)["s_per_video"] == 50.0
+    assert video.price_fields(run_of(), offline, 36.0)["s_per_video"] == 50.0
 
 
 @pytest.mark.parametrize("round_name", ROUNDS)
@@ -123,12 +123,11 @@ def test_both_rounds_have_the_benchmark(round_name: str) -> None:
 
 
 def test_synthetic_prompts_are_as_many_as_the_benchmarks_and_all_have_its_settings() -> None:
-    samples = video_test.make_samples(
-        Settings({}), run_of(), random_wan("wan2.2-t2v-a14b"), VideoParams()
-    )
-    assert len({tuple(sample.request.prompt_token_ids) for sample in samples}) == 248
-    assert len({sample.name for sample in samples}) == 248
-    (params,) = {sample.request.video for sample in samples}
+    prompts = video.load_prompts(Settings({}), run_of(), "performance")
+    requests = video.make_requests(prompts, random_wan("wan2.2-t2v-a14b"), VideoParams())
+    assert len({tuple(request.prompt_token_ids) for request in requests}) == 248
+    assert len(set(video.file_names(prompts))) == 248
+    (params,) = {request.video for request in requests}
     assert params is not None
     assert (params.size, params.num_frames, params.num_steps) == ((1280, 720), 81, 20)
     assert (params.guidance_scale, params.guidance_scale_2, params.seed) == (4.0, 3.0, 42)
@@ -136,7 +135,10 @@ def test_synthetic_prompts_are_as_many_as_the_benchmarks_and_all_have_its_settin
 
 
 def test_the_checkers_videos_are_copied_by_number(tmp_path: Path) -> None:
-    logs, layout = tmp_path / "logs", submission.Layout(tmp_path, "open", "me", "s", "b", "Offline")
+    logs, layout = (
+        tmp_path / "logs",
+        submission.SubmissionLayout(tmp_path, "open", "me", "s", "b", "Offline"),
+    )
     (logs / "videos").mkdir(parents=True)
     layout.accuracy.mkdir(parents=True)
     entries = []
@@ -165,8 +167,8 @@ def test_test04_fails_where_the_same_sample_is_faster() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--scenario", "Server"], "Offline and SingleStream only"),
-        (["--test-mode", "TEST06"], "--test-mode performance, accuracy, submission, TEST04 only"),
+        (["--scenario", "Server"], "has Offline and SingleStream only"),
+        (["--test-mode", "TEST06"], "has performance, accuracy, submission, TEST04 only"),
         (["--test-mode", "TEST04"], "use --test-mode performance --compliance"),
         (["--url", URL, "--offload"], "--offload is for an engine of this process, not for --url"),
         (["--url", URL, "--dtype", "bf16"], "--dtype is for an engine of this process"),
@@ -187,21 +189,21 @@ def test_what_the_benchmark_does_not_have_is_refused(
 
 def test_the_full_size_is_not_begun_on_a_cpu() -> None:
     with pytest.raises(BenchError, match="takes days on a CPU: add --quick"):
-        video_test.job_of(Settings({"device": "cpu"}))
-    config, params = video_test.job_of(Settings({"device": "cpu", "quick": True}))
+        video.job_of(Settings({"device": "cpu"}))
+    config, params = video.job_of(Settings({"device": "cpu", "quick": True}))
     assert (config.model, config.random_weights, params.num_steps) == ("wan-tiny", True, 4)
     given = Settings({"device": "cpu", "quick": True, "steps": 3})
-    assert video_test.job_of(given)[1].num_steps == 3
+    assert video.job_of(given)[1].num_steps == 3
 
 
 def test_prompts_that_cannot_name_a_file_are_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a fox\neither/or\n")
-    assert video_test.read_prompts(file, as_files=False) == ["a fox", "either/or"]
+    assert video.read_prompts(file, as_files=False) == ["a fox", "either/or"]
     with pytest.raises(BenchError, match="line 2: VBench names videos by their prompts"):
-        video_test.read_prompts(file, as_files=True)
+        video.read_prompts(file, as_files=True)
     file.write_text("\n")
     with pytest.raises(BenchError, match="there is no prompt"):
-        video_test.read_prompts(file, as_files=False)
+        video.read_prompts(file, as_files=False)
     with pytest.raises(BenchError, match="cannot be read as a text file"):
-        video_test.read_prompts(tmp_path, as_files=False)
+        video.read_prompts(tmp_path, as_files=False)

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bench.sample_runs import (
     endpoint_run,
     mlperf_run,
     mlperf_times,
+    page_data,
 )
 from tokenmill.bench.client.summary import Price
 from tokenmill.bench.commands.endpoint import print_points
@@ -31,46 +31,47 @@ from tokenmill.bench.report.point_charts import pareto
 from tokenmill.bench.report.tables import events_csv, latency_table, points_table, summary_csv
 from tokenmill.bench.report.timeline import Windows, counted, in_flight, spread
 from tokenmill.bench.results.manifest import verify
+from tokenmill.bench.results.mlperf_reports import GateReport, PeakRun
 from tokenmill.core.metrics import Slo
 
 MAX_PAGE = 1_000_000
 
 
-def hover(chart: str) -> list[list[Any]]:
-    found = re.search(r"data-hover='([^']*)'", chart)
-    assert found is not None
-    rows: list[list[Any]] = json.loads(unescape(found[1]))
-    return rows
-
-
 def page_text(report: dict[str, Any], records: list[Any]) -> str:
-    return render(endpoint_page(report, records, FACTS))
+    """The page's data, in which texts stand as they are."""
+    text = render(endpoint_page(report, records, FACTS))
+    return json.dumps(page_data(text), ensure_ascii=False)
+
+
+def found_in(data: Any, /, **wanted: Any) -> list[Any]:
+    """All objects of a page's data that have these fields."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    inner = [found for item in items for found in found_in(item, **wanted)]
+    is_one = isinstance(data, dict) and wanted.items() <= data.items()
+    return [data, *inner] if is_one else inner
 
 
 def test_histogram_counts_every_value_once() -> None:
     values = [float(n) for n in range(1, 101)]
-    rows = hover(charts.histogram("x", values))
-    assert sum(int(texts[0]) for _, _, texts, _ in rows) == 100
-    counts = [int(texts[0]) for _, _, texts, _ in rows]
+    histogram, _ = charts.distribution("x", values)
+    counts = [count or 0 for count in histogram.series[0].values]
+    assert sum(counts) == 100
     assert max(counts[1:-1]) - min(counts[1:-1]) <= 1  # even values, even bars
-    same = hover(charts.histogram("x", [5.0] * 7))
-    assert sum(int(texts[0]) for _, _, texts, _ in same) == 7
+    same, _ = charts.distribution("x", [5.0] * 7)
+    assert sum(count or 0 for count in same.series[0].values) == 7
 
 
 def test_cumulative_ends_at_one_and_passes_the_median() -> None:
-    rows = hover(charts.cumulative("x", {"share": [1.0, 2.0, 3.0, 4.0]}))
-    shares = [float(texts[0].rstrip("%")) for _, _, texts, _ in rows]
-    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 100
-    assert shares[len(shares) // 2] == 50
+    (series,) = charts.cumulative("x", {"share": [1.0, 2.0, 3.0, 4.0]}).series
+    shares = [share or 0.0 for share in series.values]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
+    assert shares[len(shares) // 2] == 0.5
 
 
 def test_a_long_tail_makes_the_axis_logarithmic() -> None:
-    assert "logarithmic" in charts.histogram("x", [1.0] * 50 + [900.0])
-    assert "logarithmic" in charts.histogram("x", [0.0] * 5 + [1.0] * 50 + [900.0])
-    assert "logarithmic" not in charts.histogram("x", [1.0, 2.0, 3.0])
-    axis = charts.Axis("ms", 1.0, 100.0, log=True)
-    assert axis.place(10.0) == pytest.approx(0.5) and axis.place(0.0) == 0
-    assert [text for _, text in axis.labels()] == ["1", "3", "10", "30", "100"]
+    assert charts.distribution("x", [1.0] * 50 + [900.0])[0].x.log
+    assert charts.distribution("x", [0.0] * 5 + [1.0] * 50 + [900.0])[0].x.log
+    assert not charts.distribution("x", [1.0, 2.0, 3.0])[0].x.log
 
 
 @pytest.mark.parametrize(
@@ -117,13 +118,14 @@ def test_page_of_one_point_has_its_figures() -> None:
         f"${point['price']['usd_per_million_output']:,.3f}",
         "No request failed.",
         "No sign that the client was the limit.",
-        "limit 60",
         "2026-11-15 10:00:00 UTC",
         "http://127.0.0.1:8000/v1/chat/completions",
     ):
         assert value in text
+    data = json.loads(text)
     for title in ("TTFT distribution", "TPOT, cumulative", "ITL distribution", "Throughput"):
-        assert f"<figcaption>{title}" in text
+        assert found_in(data, title=title)
+    assert found_in(data, label="limit", value=60, limit=True)
 
 
 def test_failures_warnings_and_doubts_are_on_top() -> None:
@@ -131,12 +133,12 @@ def test_failures_warnings_and_doubts_are_on_top() -> None:
     records[0].completion_tokens = None
     report["points"][0]["doubts"] = {"usage_missing": {"count": 1, "first": "no usage"}}
     report["interrupted"] = True
-    text = page_text(report, records)
-    top = unescape(text[: text.index('<dl class="tiles">')])
+    text = render(endpoint_page(report, records, FACTS))
+    top = str(page_data(text)["notices"])
     for words in ("5 of 45 requests failed", CLIENT_WARNING, "usage_missing", "Interrupted"):
         assert words in top
     assert "<script>document" not in text and "<img" not in text
-    assert HOSTILE in unescape(text)
+    assert found_in(page_data(text), lines=[f"5 × http_500: {HOSTILE}"])
 
 
 def test_every_text_is_escaped() -> None:
@@ -147,28 +149,22 @@ def test_every_text_is_escaped() -> None:
     assert text.count("<script") == 1 and "<img" not in text
 
 
-def test_names_in_a_chart_are_escaped() -> None:
-    name = 'it\'s <b> & "so"'
-    chart = charts.cumulative(name, {name: [1.0, 2.0], "other": [3.0]})
-    assert "<b>" not in chart.replace("<b>p", "")
-    found = re.search(r"data-series='([^']*)'", chart)
-    assert found is not None and json.loads(unescape(found[1]))[0][0] == name
-
-
 def test_sweep_has_a_frontier() -> None:
     report, records = endpoint_run((1, 4, 16), 48)
     assert "Throughput against interactivity" in page_text(report, records)
     points = report["points"]
     points[1]["output_tok_s"] = points[0]["output_tok_s"] / 2  # beaten by both neighbours
     chart = pareto(points)
-    (line,) = re.findall(r'class="line"[^>]* d="M([^"]*)"', chart)
-    assert len(line.split("L")) == 2 and len(hover(chart)) == 3
+    dots, frontier = chart.series
+    known = [value for value in frontier.values if value is not None]
+    assert len(known) == 2 and len(dots.values) == len(chart.xs) == 3
 
 
 def test_points_of_a_search_are_shown_by_load() -> None:
-    text = page_text(*endpoint_run((4, 16, 8), 24))
-    loads = re.findall(r"concurrency (\d+)", text[text.index("<table") :])
-    assert loads[:3] == ["4", "8", "16"]
+    data = json.loads(page_text(*endpoint_run((4, 16, 8), 24)))
+    (table,) = found_in(data, label="Points of the sweep")
+    loads = [row[0] for row in table["rows"][1:]]
+    assert loads == ["concurrency 4", "concurrency 8", "concurrency 16"]
 
 
 def test_percentiles_of_few_requests_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,12 +237,12 @@ def luminance(color: str) -> float:
 
 def test_ten_thousand_requests_stay_small() -> None:
     report, records = endpoint_run((64,), 10_000)
-    assert len(page_text(report, records)) < MAX_PAGE / 8
+    assert len(render(endpoint_page(report, records, FACTS))) < MAX_PAGE / 8
 
 
 def test_a_sweep_of_twenty_points_stays_small() -> None:
     report, records = endpoint_run(tuple(range(1, 40, 2)), 100)
-    assert len(page_text(report, records)) < MAX_PAGE
+    assert len(render(endpoint_page(report, records, FACTS))) < MAX_PAGE
 
 
 def test_csv_has_the_figures_of_the_summary() -> None:
@@ -276,19 +272,23 @@ def test_a_result_folder_verifies(tmp_path: Path) -> None:
 
 def test_mlperf_page_says_what_it_is() -> None:
     times = mlperf_times()
-    text = render(mlperf_report.mlperf_page(mlperf_run(valid=False), times, FACTS))
-    assert "Not a valid submission" in text and ">INVALID<" in text
+    data = page_data(render(mlperf_report.mlperf_page(mlperf_run(valid=False), times, FACTS)))
+    text = json.dumps(data)
+    assert "Not a valid submission" in text
+    assert data["verdict"] == ["bad", "QUICK, not within the rules"]
     assert "p90 TTFT is 612.0 ms, the limit is 500 ms" in text
-    assert "122%" in text and "2,432" in text and "limit 500" in text
-    good = render(mlperf_report.mlperf_page(mlperf_run(quick=False), times, FACTS))
-    assert ">VALID<" in good and "Not a valid submission" not in good and "INVALID" not in good
+    assert "122%" in text and "2,432" in text
+    assert found_in(data, label="limit", value=500, limit=True)
+    good = page_data(render(mlperf_report.mlperf_page(mlperf_run(quick=False), times, FACTS)))
+    assert good["verdict"] == ["good", "VALID"]
+    assert "Not a valid submission" not in str(good) and "INVALID" not in str(good)
 
 
 def test_mlperf_page_of_a_search_and_of_scores() -> None:
-    runs = [{"target_qps": 8.0, "result": "INVALID", "reasons": ["slow"]}]
-    report = mlperf_run() | {"peak_qps": None, "runs": runs}
-    report |= {"accuracy": {"rouge1": 38.0, "gen_num": 9}}
-    report |= {"accuracy_gates": {"rouge1": {"value": 38.0, "min": 38.39, "passed": False}}}
+    report = mlperf_run()
+    report.peak_qps, report.runs = None, [PeakRun(8.0, "INVALID", ["slow"])]
+    report.accuracy = {"rouge1": 38.0, "gen_num": 9}
+    report.accuracy_gates = {"rouge1": GateReport(38.0, 38.39, False)}
     text = render(mlperf_report.mlperf_page(report, [], FACTS))
     assert "No rate was valid." in text and "38.3900" in text
 

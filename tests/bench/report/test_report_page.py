@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
@@ -21,7 +22,16 @@ from pages import DARK, LIGHT, Opened, open_browser
 from tokenmill.bench.client.summary import Price
 from tokenmill.bench.report.endpoint_report import endpoint_page
 from tokenmill.bench.report.mlperf_report import mlperf_page
-from tokenmill.bench.report.page import render
+from tokenmill.bench.report.page import (
+    Bar,
+    Part,
+    ReportPage,
+    Section,
+    Table,
+    Text,
+    Whisker,
+    render,
+)
 from tokenmill.core.metrics import Slo
 
 SERVER = {
@@ -127,7 +137,64 @@ def test_texts_of_a_server_stay_texts(browser: Browser, pages: dict[str, str]) -
 def test_a_foreign_script_does_not_run(browser: Browser, tmp_path: Path) -> None:
     text = render(endpoint_page(*endpoint_run((2,), 12), FACTS))
     path = tmp_path / "foreign.html"
-    path.write_text(text.replace("<main>", "<main><script>document.title = 'owned'</script>"))
+    path.write_text(text.replace("<body>", "<body><script>document.title = 'owned'</script>"))
     with Opened(browser, path.as_uri(), 1280) as opened:
         assert opened.page.title() == "sample-8b"
         assert any("Content Security Policy" in line for line in opened.said)
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        *[("short(0)", "0"), ("short(0.01234)", "0.0123"), ("short(12.34)", "12.3")],
+        *[("short(1234.5)", "1,235"), ("short(45678)", "45.7k"), ("short(999600)", "1M")],
+        *[("inMs(0.4213)", "0.421 ms"), ("inMs(999.4)", "999 ms"), ("inMs(10700)", "10.7 s")],
+        *[("inMs(3e6)", "50 min"), ("SHOW.share(0.1234)", "12.3%"), ("ticks(0, 87)[1]", 20)],
+        ("place(LOG, 10)", 0.5),
+        ("place(LOG, 0)", 0),
+        ("labels(LOG).map(([, text]) => text)", ["1", "3", "10", "30", "100"]),
+        ("labels(LONG).map(([, text]) => text)", ["0 ms", "1 s", "2 s", "3 s"]),
+        ("axisName(LONG)", "time"),
+        ("shapes(STEPS, STEPS.series[0])[0][2]", "M0 60.0V60.0H500.0V180.0H1000.0V300"),
+        ("marks(NEAR)[1]", 2),
+        ("clearNames(DOTS)", ["a", "", "c"]),
+    ],
+)
+def test_what_the_script_computes(
+    browser: Browser, pages: dict[str, str], call: str, result: Any
+) -> None:
+    """Formats, ticks, and shapes of charts whose places are known."""
+    line = {"shape": "steps", "values": [8, 4], "bounds": [], "color": "red", "quiet": False}
+    ten = {"label": "x", "low": 0, "high": 10, "log": False, "ticks": []}
+    named = {
+        "LOG": {"label": "ms", "low": 1, "high": 100, "log": True, "ticks": []},
+        "LONG": {"label": "ms", "low": 0, "high": 3000, "log": False, "ticks": []},
+        "STEPS": {"x": ten, "y": ten, "xs": [5, 10], "series": [line]},
+        "NEAR": {"x": ten, "marks": [{"label": "p", "value": v, "limit": False} for v in (5, 6)]},
+        "DOTS": {
+            **{"x": ten, "y": ten, "xs": [1, 1.2, 9], "names": ["a", "b", "c"]},
+            "series": [line | {"values": [1, 1.1, 9]}],
+        },
+    }
+    with Opened(browser, pages["single"], 1280) as opened:
+        code = f"(({{ {', '.join(named)} }}) => {call})"
+        assert opened.page.evaluate(code, named) == result
+
+
+def test_whiskers_and_bars_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    rows: list[list[str | Part]] = [["metric", "", "speed-up"]]
+    rows.append(["TTFT", Bar(0.5, "7"), Whisker(2.0, [1.5, 3.0], 1.1, "good")])
+    rows.append(["gone", Text("no", "bad"), Whisker(0.0, [], 6.91, "note")])
+    table = Section("Rows", [Table("rows", rows)])
+    path = tmp_path / "rows.html"
+    path.write_text(render(ReportPage("t", "k", [], [], [table])), encoding="utf-8")
+    with Opened(browser, path.as_uri(), 1280) as opened:
+        page = opened.page
+        box = page.locator(".whisker svg").first.bounding_box()
+        assert box is not None and (box["width"], box["height"]) == (160, 18)
+        values = page.eval_on_selector_all(".whisker .value", "all => all.map(e => e.getBBox().x)")
+        assert all(0 < x < 160 for x in values) and values[0] > 80 > values[1]
+        assert page.locator(".whisker .range").first.get_attribute("d")
+        widths = page.eval_on_selector_all(".bar i", "all => all.map(e => e.offsetWidth)")
+        assert widths[0] > 20 and page.locator("td .bad").inner_text() == "no"
+        assert opened.said == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -15,8 +16,9 @@ from tokenmill.__main__ import run
 from tokenmill.bench.client.arrivals import Load
 from tokenmill.bench.client.records import Record, write_records
 from tokenmill.bench.client.summary import Price, summarize_point
-from tokenmill.bench.report.comparison_page import page
-from tokenmill.bench.results.comparison import compare
+from tokenmill.bench.report.page import Notice, Table, Whisker, render
+from tokenmill.bench.report.table_pages import comparison_page
+from tokenmill.bench.results.comparison import MIXED, UNLIKE, WORSE, compare
 from tokenmill.bench.results.reading import read_round
 from tokenmill.bench.results.result import Point, Round
 from tokenmill.bench.workload import BenchError
@@ -243,10 +245,45 @@ def test_points_are_matched_by_load() -> None:
         compared(one, sweep(("concurrency", 16), ("concurrency", 32)))
 
 
+@pytest.mark.parametrize("difference", ["load", "input_tokens", "output_tokens"])
+def test_runs_that_cannot_be_compared_have_no_verdict(difference: str, tmp_path: Path) -> None:
+    one, two = (
+        read_round(write_result(tmp_path / str(ttft), 1, ttft, gpus=1, price_per_gpu_hour=1.0))
+        for ttft in (100, 300)
+    )
+    assert compared(one, two)["verdict"] in (WORSE, MIXED)
+    if difference == "load":
+        two.points[0].load, two.points[0].key = "concurrency 8", ("concurrency", 8.0)
+    else:
+        one.points[0].facts[difference], two.points[0].facts[difference] = 100.0, 106.0
+    found = compared(one, two)
+    assert found["verdict"] == UNLIKE and not found["headline"] and len(found["warnings"]) == 1
+    rows = found["points"][0]["rows"]
+    assert rows and not [row for row in rows if row["verdict"]]
+    if difference == "input_tokens":  # two tools may count a prompt differently
+        two.tool = "aiperf"
+        assert compared(one, two)["verdict"] != UNLIKE
+
+
+def test_the_exit_status_tells_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = (str(write_result(tmp_path / str(t), 1, t)) for t in (100, 300))
+    for rounds, flags, status in (
+        ((fast, slow), (), 0),
+        ((fast, slow), ("--fail-on", "worse"), 1),
+        ((slow, fast), ("--fail-on", "worse"), 0),
+        ((fast, fast), ("--fail-on", "worse"), 0),
+    ):
+        assert run(["bench", "compare", *rounds, *flags]) == status
+        said = capsys.readouterr()
+        assert ("error: --fail-on worse: B against A: worse" in said.err) == bool(status)
+        assert json.loads(said.out.splitlines()[-1])["benchmark"] == "compare"
+
+
 def test_weak_comparisons_say_so() -> None:
     one = sweep(("concurrency", 1), output_tokens=64.0)
     two = sweep(("concurrency", 2), output_tokens=128.0)
     two.tool = "other"
+    assert compared(one, two)["verdict"] == UNLIKE
     warnings = compared(one, two)["warnings"]
     assert "the loads differ: concurrency 1 against concurrency 2" in warnings
     assert any("concurrency 1: 64.0 against 128.0 output tokens a request" in w for w in warnings)
@@ -260,8 +297,8 @@ def test_better_by_a_cache_is_in_doubt() -> None:
     found = compared(one, two)
     assert found["verdict"] == "better, in doubt"
     assert found["doubts"] == [f"prefix-cache hits 10% -> 91% at {one.points[0].load}"]
-    text = page(compare([one, two], 0.05), "footnote")
-    assert "better, in doubt: prefix-cache hits 10% -&gt; 91%" in text
+    (notice,) = comparison_page(compare([one, two], 0.05), "footnote").notices
+    assert "better, in doubt: prefix-cache hits 10% -> 91%" in notice.title
     two.points[0].facts["prefix_hits"] = 0.15
     assert compared(one, two)["verdict"] == "better"
 
@@ -277,17 +314,23 @@ def test_settings_of_two_tools_are_compared_where_both_have_them() -> None:
 def test_the_page_needs_nothing_else() -> None:
     one, two = published(100, 8), published(200, 8)
     two.notices = ["<script>alert(1)</script>"]
-    text = page(compare([one, two], 0.05), "footnote")
-    assert "<script" not in text and "&lt;script&gt;" in text
-    assert "http" not in text and "viewport" in text and "prefers-color-scheme: dark" in text
-    assert text.count("<section>") == text.count("</section>") == 2
+    page = comparison_page(compare([one, two], 0.05), "footnote")
+    text = render(page)
+    assert text.count("<script") == 1 and "alert(1)</script>" not in text
+    assert "viewport" in text and "prefers-color-scheme: dark" in text
+    assert set(re.findall(r"https?://[^\"]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "footnote" in text
+    assert [section.title for section in page.sections] == ["Rounds", "B against A"]
+    assert page.notices == [Notice("good", "B against A: better", page.notices[0].lines)]
 
 
 @pytest.mark.parametrize("tok_s", [1e-9, 1e12])
 def test_a_ratio_without_bounds_is_drawn_at_the_end_of_the_scale(tok_s: float) -> None:
-    text = page(compare([published(100, 8), published(tok_s, 8)], 0.05), "footnote")
-    places = [float(x) for x in re.findall(r'<circle cx="([^"]+)"', text)]
-    assert places and all(0 < x < 160 for x in places)
+    page = comparison_page(compare([published(100, 8), published(tok_s, 8)], 0.05), "footnote")
+    tables = [block for block in page.sections[1].blocks if isinstance(block, Table)]
+    (table,) = [each for each in tables if each.rows[0][0] == "metric"]
+    drawn = [cell for row in table.rows[1:] for cell in row if isinstance(cell, Whisker)]
+    assert drawn and all(cell.reach == pytest.approx(math.log(1000)) for cell in drawn)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +345,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [entry["gpus"] for entry in report["rounds"]] == [2, 4]
     assert report["comparisons"][0]["changed"]["gpus"] == [2, 4]
     assert html.read_text().startswith("<!doctype html>")
-    assert run(["bench", "compare", str(one), str(two), "--json-only"]) == 0
+    assert run(["bench", "compare", str(one), str(two), "--json"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 
 from tokenmill import __version__
 from tokenmill.__main__ import run
+from tokenmill.bench.report.result_folder import ResultFolder
 from tokenmill.bench.results.manifest import (
     MANIFEST,
+    file_digests,
     make_facts,
     public,
-    result_folder,
     utc_now,
     write_manifest,
 )
@@ -126,10 +129,46 @@ def test_not_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_folder_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
-    assert result_folder(str(tmp_path / "new/one")).is_dir()
-    assert result_folder(str(folder)) == folder  # an earlier result may be replaced
+    assert ResultFolder(str(tmp_path / "new/one")).path == tmp_path / "new/one"
+    assert (tmp_path / "new/one").is_dir()
     with pytest.raises(BenchError, match=r"--output-dir .* has other files"):
-        result_folder(str(tmp_path))
+        ResultFolder(str(tmp_path))
+
+
+def test_a_second_result_has_a_folder_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = file_digests(folder)
+    second = ResultFolder(str(folder))
+    assert second.write(lambda path: write_manifest(path, make_facts("x", {}, utc_now())))
+    assert ResultFolder(str(folder)).path.name == "result-3"
+    assert second.path.name == "result-2" and file_digests(folder) == before
+    told = f"{folder} has a result already; this one goes to {second.path}"
+    assert told in capsys.readouterr().err.replace("\n", "")
+
+
+def test_a_disk_that_fails_costs_the_folder_and_not_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = ResultFolder(str(tmp_path / "result"))
+
+    def fill(path: Path) -> None:
+        (path / "early").write_text("x")
+        if path == tmp_path / "result":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (path / "late").write_text("y")
+
+    assert folder.write(fill)
+    assert {path.name for path in folder.path.iterdir()} == {"early", "late"}
+    said = capsys.readouterr().err.replace("\n", "")
+    assert "result: No space left on device" in said and f"{folder.path} instead" in said
+
+    def never(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert not folder.write(never)
+    assert "the result is not kept: No space left" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_public_hides_keys_at_any_depth() -> None:

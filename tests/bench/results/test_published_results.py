@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from bench.sample_runs import mlperf_run
 from tokenmill.__main__ import run
 from tokenmill.bench.results.published_results import (
     Ours,
@@ -105,10 +107,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<- yours" in printed and "and 23 more" in printed
     assert report["placed"]["of"] == 27 and len(report["rows"]) == 26
     result = tmp_path / "mlperf.json"
-    quick = {"benchmark": "mlperf", "mlperf_benchmark": "llama3.1-8b", "scenario": "Server"}
-    quick |= {"metric": {"value": 99.0, "unit": "tokens/s"}, "quick": True, "result": "INVALID"}
-    quick |= {"notices": ["This is a quick run and not a valid submission"], "reasons": ["late"]}
-    result.write_text(json.dumps(quick))
+    quick = mlperf_run(valid=False)
+    quick.scenario, quick.reasons = "Server", ["late"]
+    result.write_bytes(msgspec.json.encode(quick))
     assert run(["bench", "published", "--result", str(result), "--gpus", "1"]) == 0
     printed, report = last_line(capsys)
     assert "quick run and not a valid submission" in printed and "INVALID: late" in printed

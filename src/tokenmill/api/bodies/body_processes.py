@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from tokenmill.api.bodies.fair_share import FairShare
 from tokenmill.api.errors import ApiError
 
 LONG_BODY_BYTES = 65_536  # of token ids they take 20 ms
@@ -37,29 +38,34 @@ class BodyProcesses:
     """The processes of one server or front; they are started when they are needed."""
 
     def __init__(self, num_fronts: int) -> None:
-        # Each pool has one process: what becomes of it concerns one body.
-        self._places = asyncio.Semaphore(_num_processes(num_fronts))
+        # Each pool has one process: what becomes of it concerns one body. One account may have as
+        # many as there are cores for, and there is one more for another account.
+        self._places = FairShare(2 * _num_processes(num_fronts) + 1)
         self._idle: list[ProcessPoolExecutor] = []
         self._busy: list[ProcessPoolExecutor] = []
         self.is_closed = False
 
-    async def run(self, num_bytes: int, work: Callable[..., bytes], *args: Any) -> bytes:
+    async def run(
+        self, account: str, num_bytes: int, work: Callable[..., bytes], *args: Any
+    ) -> bytes:
         """What `work` makes of a body; ApiError where its process did not come to an end.
 
         NotElsewhereError: there is no process, or `work` says that it needs this one.
         """
-        async with self._places:
-            try:
-                return await self._in_process(work, *args)
-            except TimeoutError:
-                message = f"this body of {num_bytes} bytes could not be read within {READ_S:g} s"
-                raise ApiError(500, message, code="internal_error") from None
-            except BrokenProcessPool:
-                self._check_open()
-                message = f"the process that read this body of {num_bytes} bytes was ended"
-                raise ApiError(500, message, code="internal_error") from None
-            except OSError as error:
-                raise NotElsewhereError(f"no process can be started: {error}") from None
+        await self._places.take(account, 1)
+        try:
+            return await self._in_process(work, *args)
+        except TimeoutError:
+            message = f"this body of {num_bytes} bytes could not be read within {READ_S:g} s"
+            raise ApiError(500, message, code="internal_error") from None
+        except BrokenProcessPool:
+            self._check_open()
+            message = f"the process that read this body of {num_bytes} bytes was ended"
+            raise ApiError(500, message, code="internal_error") from None
+        except OSError as error:
+            raise NotElsewhereError(f"no process can be started: {error}") from None
+        finally:
+            self._places.give(account, 1)
 
     def close(self) -> None:
         """End the processes, whatever they are reading."""

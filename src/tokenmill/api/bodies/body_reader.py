@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill.api.access import read_bytes
+from tokenmill.api.access import Place, handing_on, read_bytes
 from tokenmill.api.bodies.body_processes import (
     LONG_BODY_BYTES,
     BodyProcesses,
@@ -37,7 +37,7 @@ from tokenmill.core.images import ImageInput
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.text.tokenizer import Tokenizer, TokenizerOrigin, load_tokenizer
 from tokenmill.vision.loader import ImageLoader
-from tokenmill.vision.processor import ImageProcessor, PixelLimits
+from tokenmill.vision.processor import ImageProcessor
 from tokenmill.workers.messages import ModelFacts
 
 # Images stay here, with their cache; their base64 is a string, which is decoded at once.
@@ -96,20 +96,25 @@ class BodyReader:
         self.processes = BodyProcesses(config.fronts)
         self._has_warned = False
 
-    async def read(self, request: Request, reader: Reader[T], here: Reader[T] | None = None) -> T:
+    async def read(
+        self, request: Request, place: Place, reader: Reader[T], here: Reader[T] | None = None
+    ) -> T:
         """What `reader`, a function of a module, makes of a body; too large ones raise ApiError.
 
-        In this process `here` takes its place, if it is given.
+        In this process `here` stands in for it, if it is given.
         """
         declared = request.headers.get("content-length", "")
-        body = await read_bytes(request.receive, declared, self._config.max_body_bytes)
+        limit = self._config.max_body_bytes
+        body = await read_bytes(request.receive, declared, limit, place.body)
         if self._goes_elsewhere(body):
+            work = self._read_elsewhere(reader, body, place.account)
             try:
-                return await unless_gone(request.receive, self._read_elsewhere(reader, body))
+                return await unless_gone(request.receive, work)
             except NotElsewhereError as error:
                 self._warn_once(str(error))
         await take_turn(request.scope)
-        return await (here or reader)(body, self.preparer, self._model)
+        preparer = self.preparer.within(place.image_room)
+        return await (here or reader)(body, preparer, self._model)
 
     def close(self) -> None:
         """End the processes, whatever they are reading."""
@@ -125,9 +130,9 @@ class BodyReader:
             self._has_warned = True
             _log.warning("streams wait while the server itself reads long bodies: %s", reason)
 
-    async def _read_elsewhere(self, reader: Reader[T], body: bytes) -> T:
+    async def _read_elsewhere(self, reader: Reader[T], body: bytes, account: str) -> T:
         work = (_read, self._setup(), reader, body, self._facts())
-        data = await self.processes.run(len(body), *work)
+        data = await self.processes.run(account, len(body), *work)
         ignored: list[str]
         result: T
         ignored, result = _loads(data, self._tokenizer)
@@ -145,12 +150,13 @@ async def answer_call(
     request: Request, state: ApiState, bodies: BodyReader, reader: Reader[ReadCall]
 ) -> Response:
     """Admit a call, read it, and answer it."""
-    state.admit(request.state.key)
-    with state.traced(request) as trace:
-        read = await bodies.read(request, reader)
-        trace.parsed(read.parsed_ns)
-        trace.prepared(read.job, state.model)
-    return GenerationResponse(state, read.job, read.form, read.streams, request.state.key, trace)
+    with handing_on(state.admit(request.state.account)) as place:
+        with state.traced(request) as trace:
+            read = await bodies.read(request, place, reader)
+            place.body.release()
+            trace.parsed(read.parsed_ns)
+            trace.prepared(read.job, state.model)
+        return GenerationResponse(state, read.job, read.form, read.streams, place, trace)
 
 
 # In the other process.
@@ -159,7 +165,7 @@ async def answer_call(
 class _NoImages(ImageLoader):
     """Knows the limits of images, and leaves the images to the server."""
 
-    async def load(self, url: str, limits: PixelLimits, max_tokens: int) -> ImageInput:
+    async def load(self, *_: object) -> ImageInput:
         raise NotElsewhereError
 
 

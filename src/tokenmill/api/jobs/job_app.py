@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, authorizer, read_body
+from tokenmill.api.access import Calls, Place, read_body
 from tokenmill.api.errors import ApiError, unknown_model
-from tokenmill.api.openapi import docs_page
+from tokenmill.api.keys import Keys, caller, overseer
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
 from tokenmill.api.telemetry.job_dashboard import JobsView, add_job_page
@@ -33,7 +33,7 @@ class JobState:
     """What all handlers of a server of jobs share."""
 
     pool: JobPool
-    config: ServerConfig
+    keys: Keys
     model: str
     task: str
     metrics: JobMetrics
@@ -41,12 +41,24 @@ class JobState:
     max_model_len: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
-    def admit(self, key: int, count: int = 1) -> None:
-        """Raise what a new call is to be answered with, if it cannot be taken."""
+    @property
+    def config(self) -> ServerConfig:
+        return self.keys.config
+
+    def admit(self, account: str) -> Place:
+        """Let in a call whose head has come, or raise what it is to be answered with."""
+        self._check()
+        return self.calls.enter(account)
+
+    def take(self, place: Place, count: int) -> None:
+        """Count a call for its jobs, or raise what it is to be answered with."""
+        self._check()
+        place.take(count)
+
+    def _check(self) -> None:
         self.calls.check_draining()
         if not self.pool.ready:
             raise no_worker()
-        self.calls.check_limits(key, count)
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served here."""
@@ -56,6 +68,7 @@ class JobState:
 
 def base_app(
     pool: JobPool,
+    keys: Keys,
     calls: Calls,
     document: Callable[[], dict[str, Any]],
     metrics: Callable[[], Awaitable[bytes]],
@@ -74,11 +87,7 @@ def base_app(
         return None if pool.ready else no_worker()
 
     service = Service(service="tokenmill", version=__version__)
-    add_operations(app, calls, fault, metrics, service)
-
-    @app.get("/docs")
-    async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()))
+    add_operations(app, keys, calls, fault, metrics, service)
 
     return app
 
@@ -89,10 +98,10 @@ def create_job_app(state: JobState, document: Callable[[], dict[str, Any]], page
     async def metrics() -> bytes:
         return await state.metrics.render(state.pool)
 
-    app = base_app(state.pool, state.calls, document, metrics)
-    add_model(app, state.config, state.model, state.max_model_len)
-    add_job_workers(app, state.config, state.pool, lambda: view_of(state))
-    add_job_page(app, state.config, page, lambda _: view_of(state))
+    app = base_app(state.pool, state.keys, state.calls, document, metrics)
+    add_model(app, state.keys, state.model, state.max_model_len)
+    add_job_workers(app, state.keys, state.pool, lambda: view_of(state))
+    add_job_page(app, state.keys, page, lambda _: view_of(state), overseer(state.keys))
     return app
 
 
@@ -125,9 +134,9 @@ def view_of(state: JobState) -> JobsView:
     )
 
 
-def add_model(app: FastAPI, config: ServerConfig, name: str, max_model_len: int) -> None:
+def add_model(app: FastAPI, keys: Keys, name: str, max_model_len: int) -> None:
     """Add GET /v1/models for the only model of a server."""
-    guard = [Depends(authorizer(config))]
+    guard = [Depends(caller(keys))]
     card = ModelCard(id=name, created=int(time.time()), root=name, max_model_len=max_model_len)
 
     @app.get("/v1/models", dependencies=guard)
@@ -141,9 +150,7 @@ def add_model(app: FastAPI, config: ServerConfig, name: str, max_model_len: int)
         return json_response(card)
 
 
-def add_job_workers(
-    app: FastAPI, config: ServerConfig, pool: JobPool, view: Callable[[], JobsView]
-) -> None:
+def add_job_workers(app: FastAPI, keys: Keys, pool: JobPool, view: Callable[[], JobsView]) -> None:
     """Add GET /workers, POST /workers/scale and /workers/drain."""
 
     async def show(request: Request) -> Response:
@@ -164,7 +171,7 @@ def add_job_workers(
     async def drain(request: Request) -> Response:
         call = await read_body(request, DrainRequest, MAX_BODY_BYTES)
         try:
-            await pool.drain_worker(call.worker, config.drain_timeout_s)
+            await pool.drain_worker(call.worker, keys.config.drain_timeout_s)
         except PoolError as error:
             raise ApiError(400, str(error), "worker", "invalid_value") from None
         return json_response(view())
@@ -174,7 +181,7 @@ def add_job_workers(
         ("POST", "/scale", scale),
         ("POST", "/drain", drain),
     ):
-        add_guarded(app, config, method, path, handler)
+        add_guarded(app, keys, method, path, handler)
 
 
 def check_scale(counts: Mapping[Role, int], task: str) -> None:

@@ -20,6 +20,7 @@ from tokenmill.api.messages.message_request import (
     TextBlock,
     ThinkingBlock,
     ThinkingDisabled,
+    ThinkingEnabled,
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
@@ -51,6 +52,8 @@ Part = TextPart | ImagePart
 MESSAGE_NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "stop": "stop_sequences",
     "'required'": "'any'",
     "'image_url'": "'image'",
     "parts of type": "blocks of type",
@@ -81,6 +84,8 @@ def _set_sampling(chat: ChatCompletionRequest, call: MessagesRequest) -> None:
     chat.stream = call.stream
     chat.max_tokens = call.max_tokens
     chat.stop = call.stop_sequences
+    if isinstance(call.thinking, ThinkingEnabled):
+        chat.thinking_token_budget = call.thinking.budget_tokens
     sampling = ("temperature", "top_p", "top_k", "priority", "cache_salt", "timeout")
     for name in (*sampling, "include_receipt"):
         setattr(chat, name, getattr(call, name))

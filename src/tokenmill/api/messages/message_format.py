@@ -42,7 +42,6 @@ class MessageUsage(Answer, kw_only=True):
 
 class TextAnswer(Answer, kw_only=True, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingAnswer(Answer, kw_only=True, tag_field="type", tag="thinking"):

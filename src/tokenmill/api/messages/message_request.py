@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import refuse_built_in
 from tokenmill.api.protocol.requests import (
     INT32_MAX,
-    MAX_STOPS,
     ImageSchema,
     NoItems,
     PixelBounds,
@@ -17,6 +17,7 @@ from tokenmill.api.protocol.requests import (
     TokenCount,
     unsupported,
 )
+from tokenmill.core.types import MAX_STOPS
 
 # Accepted without effect; the log says so once.
 MESSAGE_WITHOUT_EFFECT = (
@@ -80,7 +81,7 @@ AnswerBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
 
 
 class UserTurn(Schema, kw_only=True, tag_field="role", tag="user"):
-    content: str | list[TextBlock | ImageBlock | ToolResultBlock]
+    content: str | Annotated[list[TextBlock | ImageBlock | ToolResultBlock], Meta(min_length=1)]
 
 
 class AssistantTurn(Schema, kw_only=True, tag_field="role", tag="assistant"):
@@ -135,7 +136,7 @@ Display = Literal["summarized", "omitted"]
 
 
 class ThinkingEnabled(Schema, kw_only=True, tag_field="type", tag="enabled"):
-    budget_tokens: TokenCount  # no limit of its own: max_tokens limits thinking and answer
+    budget_tokens: TokenCount
     display: Display | None = None
 
 
@@ -164,6 +165,7 @@ class CountTokensRequest(Schema, kw_only=True):
         "max_completion_tokens": "send max_tokens",
         "max_output_tokens": "send max_tokens",
         "reasoning_effort": "send output_config.effort",
+        "thinking_token_budget": "send thinking.budget_tokens",
         "response_format": "send output_config.format",
         "function": "send name, description and input_schema",
         "parameters": "send input_schema",
@@ -193,11 +195,21 @@ class CountTokensRequest(Schema, kw_only=True):
     ] = None
 
     @staticmethod
-    def complete(raw: Any) -> None:
-        """Refuse tools that the server would have to run."""
+    def complete(raw: Any) -> list[str]:
+        """Refuse threads, and tools that the server would have to run."""
         if isinstance(raw, dict):
+            if raw.get("thread") is not None:
+                raise _no_threads()
             instead = "send a tool with its name, description and input_schema"
             refuse_built_in(raw, ("custom",), instead)
+        return []
+
+
+def _no_threads() -> ApiError:
+    """Clients that begin a thread send the whole conversation instead, once they read the code."""
+    code = "thread_unsupported_request"
+    message = "thread: this server keeps no threads; send the whole conversation in messages"
+    return ApiError(400, message, "thread", code, {"error_code": code})
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -206,6 +206,19 @@ class DetokenizeAnswer(Answer, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(Answer, kw_only=True):
+    """The answer to GET /tokenizer_info: what clients that count tokens themselves ask for."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None
+    vocab_size: int
+    model_max_length: int
+
+
 class Health(Answer, kw_only=True):
     status: Literal["ok"] = "ok"
 
@@ -216,7 +229,7 @@ class Service(Answer, kw_only=True):
     service: str
     version: str
     api: str = "/v1"
-    docs: str | None = "/docs"
+    docs: str = "/docs"
     dashboard: str = "/dashboard"
     metrics: str = "/metrics"
     health: str = "/health"
@@ -242,6 +255,7 @@ class ErrorAnswer(Answer, kw_only=True):
 class MessagesError(Answer, kw_only=True):
     type: str
     message: str
+    details: dict[str, str] | UnsetType = UNSET
 
 
 class MessagesErrorAnswer(Answer, kw_only=True):

@@ -100,9 +100,10 @@ def decode_call(
 ) -> T:
     """The body as `kind`; ApiError 400 names the field, its value and what to send instead.
 
-    A kind with `complete` has it fill in what clients may leave out of the plain JSON.
+    A kind with `complete` has it fill in what clients may leave out of the plain JSON, and leave
+    out, by the names that it returns, what has no effect.
     """
-    complete: Callable[[Any], None] | None = getattr(kind, "complete", None)
+    complete: Callable[[Any], list[str]] | None = getattr(kind, "complete", None)
     decode = msgspec.msgpack.decode if msgpack else msgspec.json.decode
     try:
         if complete is None:
@@ -115,9 +116,7 @@ def decode_call(
         raw = decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_readable(error, body, msgpack) from None
-    if complete is not None:
-        complete(raw)
-    dropped: list[str] = []
+    dropped = [] if complete is None else complete(raw)
     info = _info(cast(Hashable, kind))
     _prune(raw, info, "", dropped)
     try:
@@ -262,10 +261,10 @@ def _unknown(path: str, name: str, raw: Any, info: Info, elsewhere: Mapping[str,
     owner = _branch(_look_up(path, raw, info)[1], _look_up(path, raw, info)[0])
     near = get_close_matches(name, _field_names(owner), 1)
     inside = _members_with(owner, name)
-    if inside:
-        advice = f"send it inside {inside[0]!r}"
-    elif name in elsewhere and not _is_image(owner):
+    if name in elsewhere and not _is_image(owner):
         advice = elsewhere[name]
+    elif inside:
+        advice = f"send it inside {inside[0]!r}"
     elif near:
         advice = f"did you mean {near[0]!r}? Otherwise leave it out"
     else:

@@ -35,7 +35,7 @@ class ChatFormat:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
-        self._choices = [MessageParser() for _ in job.requests]
+        self._choices = [MessageParser(job.shows_reasoning) for _ in job.requests]
         sampling = job.requests[0].sampling
         self._wants_logprobs = sampling.logprobs is not None
         parses = job.make_reader is not None
@@ -119,7 +119,9 @@ class ChatFormat:
         return self.frame.head + json_encode(choice) + self.frame.tail
 
     def _logprobs(self, positions: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, positions) if positions is not None else None
+        if positions is None:
+            return None
+        return chat_logprobs(self._tokenizer, positions, self._job.tokens_as_ids)
 
     def _whole(self, delta: TextDelta) -> ChatChoice:
         message, called = self._choices[delta.index].message(delta)

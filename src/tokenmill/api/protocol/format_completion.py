@@ -103,7 +103,11 @@ class CompletionFormat:
                 piece.prompt_token_ids = prompt.token_ids
         if self._wants_logprobs:
             piece.logprobs, self._offsets[index] = completion_logprobs(
-                self._tokenizer, token_ids, positions, self._offsets[index]
+                self._tokenizer,
+                token_ids,
+                positions,
+                self._offsets[index],
+                self._job.tokens_as_ids,
             )
         if self._job.return_token_ids:
             piece.token_ids = delta.token_ids

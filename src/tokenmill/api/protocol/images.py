@@ -20,7 +20,7 @@ from tokenmill.api.protocol.requests import (
 )
 from tokenmill.core.images import ImageInput
 from tokenmill.core.types import ImageError, InvalidRequestError, LargeImageError
-from tokenmill.vision.loader import ImageLoader
+from tokenmill.vision.loader import ImageLoader, MakeRoom
 from tokenmill.vision.processor import LOW_DETAIL_PIXELS, ImageProcessor, PixelLimits
 
 Places = Sequence[tuple[str, PixelBounds | None]]  # with their paths, the nearest first
@@ -126,10 +126,10 @@ def pixel_limits(
 
 
 async def load_images(
-    wanted: Sequence[WantedImage], loader: ImageLoader, max_tokens: int
+    wanted: Sequence[WantedImage], loader: ImageLoader, max_tokens: int, make_room: MakeRoom
 ) -> list[ImageInput]:
     """All images of a call, made side by side; the first that fails is named."""
-    tasks = [loader.load(image.url, image.limits, max_tokens) for image in wanted]
+    tasks = [loader.load(image.url, image.limits, max_tokens, make_room) for image in wanted]
     loaded = await asyncio.gather(*tasks, return_exceptions=True)
     images: list[ImageInput] = []
     for place, image in zip(wanted, loaded, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tokenmill.api.protocol.answers import (
     ChatLogprob,
@@ -17,12 +18,18 @@ from tokenmill.text.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
-def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Chat: every token with its bytes and the best alternatives."""
+def chat_logprobs(
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], as_ids: bool = False
+) -> ChatLogprobs:
+    """Chat: every token with its bytes and the best alternatives; `as_ids`: by its id."""
     content = []
     for position in positions:
         entries = [
-            TopLogprob(token=data.decode(errors="replace"), logprob=_finite(p), bytes=list(data))
+            TopLogprob(
+                token=_by_id(token_id) if as_ids else data.decode(errors="replace"),
+                logprob=_finite(p),
+                bytes=list(data),
+            )
             for token_id, p in zip(position.token_ids, position.logprobs, strict=True)
             for data in (tokenizer.token_to_bytes(token_id),)
         ]
@@ -40,14 +47,15 @@ def completion_logprobs(
     token_ids: Sequence[int],
     positions: Sequence[TokenLogprobs | None],
     offset: int,
+    as_ids: bool = False,
 ) -> tuple[CompletionLogprobs, int]:
     """Text completions: parallel lists from text `offset` on, and the offset they end at.
 
-    A position without logprobs (the first of a prompt) has null.
+    A position without logprobs (the first of a prompt) has null. `as_ids`: tokens by their ids.
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token_id, position in zip(token_ids, positions, strict=True):
-        text = token_text(tokenizer, token_id)
+        text = _by_id(token_id) if as_ids else token_text(tokenizer, token_id)
         result.tokens.append(text)
         result.text_offset.append(offset)
         offset += len(tokenizer.token_to_bytes(token_id).decode(errors="replace"))
@@ -57,7 +65,8 @@ def completion_logprobs(
             continue
         result.token_logprobs.append(_finite(position.logprobs[0]))
         pairs = zip(position.token_ids, position.logprobs, strict=True)
-        result.top_logprobs.append({token_text(tokenizer, t): _finite(p) for t, p in pairs})
+        names = _by_id if as_ids else partial(token_text, tokenizer)
+        result.top_logprobs.append({names(t): _finite(p) for t, p in pairs})
     return result, offset
 
 
@@ -84,6 +93,11 @@ def _by_token_id(
         )
         entries.setdefault(str(token_id), entry)
     return entries
+
+
+def _by_id(token_id: int) -> str:
+    """vLLM's spelling."""
+    return f"token_id:{token_id}"
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

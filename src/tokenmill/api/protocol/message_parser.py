@@ -18,14 +18,15 @@ from tokenmill.text.parsers import ToolCallDelta as CallEvent
 class MessageParser:
     """What was sent of one choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_reasoning: bool) -> None:
+        self._shows_reasoning = shows_reasoning
         self.started = False
         self.called = False
 
     def split(self, delta: TextDelta) -> ChatDelta:
         """What the delta adds to reasoning, content and tool calls."""
         message = ChatDelta()
-        if reasoning := _reasoning(delta.parts):
+        if self._shows_reasoning and (reasoning := _reasoning(delta.parts)):
             message.reasoning_content = reasoning
         if content := _content(delta.parts):
             message.content = content
@@ -37,7 +38,7 @@ class MessageParser:
     def message(self, delta: TextDelta) -> tuple[ChatMessage, bool]:
         """The message of a whole delta, and whether it calls tools."""
         message = ChatMessage(content=_content(delta.parts))
-        if reasoning := _reasoning(delta.parts):
+        if self._shows_reasoning and (reasoning := _reasoning(delta.parts)):
             message.reasoning_content = reasoning
         calls = _calls(delta.parts)
         if calls:

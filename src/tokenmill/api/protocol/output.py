@@ -10,7 +10,7 @@ from typing import Any
 from tokenmill.api.protocol.requests import ChatCompletionRequest
 from tokenmill.api.protocol.tools import ToolUse
 from tokenmill.core.images import ImageSpan, content_ids
-from tokenmill.core.types import InvalidRequestError, StructuredOutput
+from tokenmill.core.types import InvalidRequestError, ReasoningMarks, StructuredOutput
 from tokenmill.sched.cache.blocks import U64, hash_input
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.harmony import HarmonyReader, HarmonyTokens
@@ -48,6 +48,7 @@ class OutputPlan:
     structured: StructuredOutput | None
     make_reader: MakeReader | None  # None: all text is content
     stop_ids: tuple[int, ...] = ()  # which end the answer beside the model's own
+    marks: ReasoningMarks | None = None  # of its reasoning, if there is any
 
 
 def plan_output(
@@ -71,7 +72,8 @@ def plan_output(
     if tools is None and not splits:
         return OutputPlan(prompt, structured, None)
     opened = opens_reasoning(prompt.text) if splits else None
-    return OutputPlan(prompt, structured, partial(_tagged, style, tools, opened))
+    marks = style.chat_marks(prompt.text) if splits else None
+    return OutputPlan(prompt, structured, partial(_tagged, style, tools, opened), marks=marks)
 
 
 def _tagged(
@@ -98,20 +100,22 @@ def _harmony_plan(
     structured: StructuredOutput | None,
 ) -> OutputPlan:
     ends = tokenizer.eos_token_ids
-    bound = structured is not None
+    calls, must_call = tools is not None, tools is not None and tools.structured is not None
+    bound = structured is not None and not must_call
+    forced = (tokens.until_channel, tokens.until_answer) if calls else (tokens.until_answer,)
     if tools is not None and tools.structured is not None:
         opening = tokens.open_analysis(prompt.token_ids)
         text = tokenizer.decode(opening, skip_special_tokens=False)
         prompt = Prompt.of(prompt.text + text, prompt.token_ids + opening, prompt.images)
         structured = replace(tools.structured, after=tokens.until_end(ends))
+        forced = ((tokens.end,),)
     elif structured is not None:
-        calls = {tokens.call} if tools is not None else set()
-        after = tokens.until_final([t for t in ends if t not in calls])
+        after = tokens.until_final([t for t in ends if not (calls and t == tokens.call)])
         answering = tokens.answers(tokenizer, prompt.token_ids)
         structured = replace(structured, after=None if answering else after)
     reader = partial(_harmony_reader, tokens, tokenizer, prompt.token_ids, tools, bound)
     missing = tuple(t for t in tokens.stop_ids if t not in ends)
-    return OutputPlan(prompt, structured, reader, missing)
+    return OutputPlan(prompt, structured, reader, missing, tokens.marks(forced, bound, calls))
 
 
 def _harmony_reader(

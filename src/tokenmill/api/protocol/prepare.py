@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -28,23 +30,28 @@ from tokenmill.api.protocol.requests import (
     TokenizeRequest,
 )
 from tokenmill.api.protocol.structured import structured_output
+from tokenmill.api.protocol.thinking import effort_budget, limited, settle_reasoning
 from tokenmill.api.protocol.tools import ToolUse, plan_tool_use, write_tools
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import (
     InvalidRequestError,
+    ModelLoadError,
     Request,
     SamplingParams,
     StructuredOutput,
+    TokenRules,
     no_room,
 )
 from tokenmill.sched.cache.blocks import U64
-from tokenmill.text.chat_template import parse_date
+from tokenmill.text.chat_template import ChatTemplate, parse_date
 from tokenmill.text.harmony import one_call_per_message
 from tokenmill.text.output_style import knows_tools, resolve_style
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.vision.loader import ImageLoader
+from tokenmill.vision.loader import ImageLoader, MakeRoom, boundless
 from tokenmill.vision.placing import place_images
 from tokenmill.workers.messages import ModelFacts
+
+_log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS = 20_000  # longer texts are tokenised on another thread
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
@@ -73,11 +80,19 @@ class Job:
     echo_only: bool = False  # the prompt's logprobs are wanted, the sampled token is not
     make_reader: MakeReader | None = None  # None: all text is content
     include_receipt: bool = False
+    tokens_as_ids: bool = False  # in log-probabilities
+    shows_reasoning: bool = True
 
     @property
     def hash_inputs(self) -> list[U64]:
         """The prompts of the requests, as the router reads them."""
         return [self.prompt_of(index).hash_input for index in range(len(self.requests))]
+
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of JSON schemas that no answer is checked against."""
+        structured = self.requests[0].sampling.structured
+        return () if structured is None else structured.unenforced
 
     @property
     def splits_message(self) -> bool:
@@ -104,9 +119,18 @@ class Preparer:
         self._facts_now = facts
         self._config = config
         self._style = resolve_style(tokenizer, config.tool_parser, config.reasoning_parser)
+        if config.max_thinking_tokens is not None and not self._style.reasons:
+            _log.info("this model does not reason: --max-thinking-tokens has no effect")
         if config.template_date is not None:
             parse_date(config.template_date, "--template-date")
         self.ignored = IgnoredFields()
+        self._image_room: MakeRoom = boundless
+
+    def within(self, image_room: MakeRoom) -> Preparer:
+        """This one for a call, whose images get their room there."""
+        own = copy(self)
+        own._image_room = image_room
+        return own
 
     @property
     def _facts(self) -> ModelFacts:
@@ -127,6 +151,7 @@ class Preparer:
         is what is left of it.
         """
         self._check_choices(1, call.n or 1)
+        settle_reasoning(call)
         tools = plan_tool_use(call, self._style, self.tokenizer)
         if tools is not None and tools.is_loose:
             self.ignored.note(["tools[].function.strict"])
@@ -154,9 +179,16 @@ class Preparer:
         )
         stop_ids = (*sampling.stop_token_ids, *plan.stop_ids)
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
+        by_effort = effort_budget(call.reasoning_effort, self.tokenizer.chat_template or "")
+        sampling = limited(sampling, plan.marks, by_effort, self._config.max_thinking_tokens)
         job = self._job(prefix, call, [plan.prompt], [sampling])
         continues = bool(call.continue_final_message)
-        return replace(job, continues=continues, make_reader=plan.make_reader)
+        return replace(
+            job,
+            continues=continues,
+            make_reader=plan.make_reader,
+            shows_reasoning=call.include_reasoning is not False,
+        )
 
     async def count_chat(self, call: ChatCompletionRequest) -> int:
         """The number of prompt tokens of a chat call."""
@@ -164,12 +196,45 @@ class Preparer:
         return len((await self._chat_prompt(call, tools)).token_ids)
 
     async def _chat_prompt(self, call: ChatCompletionRequest, tools: ToolUse | None) -> Prompt:
-        return await self.chat_prompt(
+        prompt = await self.chat_prompt(
             call,
             tools.definitions if tools is not None else [],
             self._template_kwargs(call),
             call.mm_processor_kwargs,
+            self._client_template(call.chat_template),
         )
+        return self._truncated(prompt, call, call.max_completion_tokens or call.max_tokens)
+
+    def _client_template(self, source: str | None) -> ChatTemplate | None:
+        """The template that a call brings, if the operator allows it."""
+        if source is None:
+            return None
+        if not self._config.client_chat_templates:
+            message = "chat_template: this server takes none from clients; leave it out, or start "
+            message += "the server with --client-chat-templates, or with --chat-template FILE"
+            raise InvalidRequestError(message, "chat_template")
+        try:
+            return ChatTemplate(source, "chat_template")
+        except ModelLoadError as error:
+            raise InvalidRequestError(str(error), "chat_template") from None
+
+    def _truncated(self, prompt: Prompt, call: GenerationRequest, max_tokens: int | None) -> Prompt:
+        """The last tokens of a prompt, as many as the call asks for."""
+        size = call.truncate_prompt_tokens
+        if size is None:
+            return prompt
+        if size < 0:
+            size = max(self.max_model_len - (max_tokens or 1), 1)
+        if size >= len(prompt.token_ids):
+            return prompt
+        if prompt.images or size == 0:
+            what = "a prompt with images cannot be cut" if prompt.images else "0 leaves no prompt"
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens: {what}; leave it out, or send more",
+                "truncate_prompt_tokens",
+            )
+        token_ids = prompt.token_ids[-size:]
+        return Prompt.of(self.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
 
     async def chat_prompt(
         self,
@@ -177,16 +242,17 @@ class Preparer:
         tools: list[dict[str, Any]],
         kwargs: dict[str, Any] | None,
         bounds: PixelBounds | None = None,
+        template: ChatTemplate | None = None,
     ) -> Prompt:
         """The prompt of a call's messages, its images in their places."""
         messages, loader = call.messages or [], self._images
         wanted = wanted_images(messages, bounds, loader)
         generates, continues = call.add_generation_prompt, call.continue_final_message
-        text = self.render(messages, tools, generates, continues, kwargs)
+        text = self.render(messages, tools, generates, continues, kwargs, template)
         token_ids = await self.tokenize(text, bool(call.add_special_tokens))
         if loader is None:
             return Prompt.of(text, token_ids)
-        images = await load_images(wanted, loader, self.max_model_len)
+        images = await load_images(wanted, loader, self.max_model_len, self._image_room)
         return Prompt.of(text, *place_images(token_ids, images, loader.processor))
 
     async def completion(self, call: CompletionRequest) -> Job:
@@ -200,24 +266,32 @@ class Preparer:
         special = call.add_special_tokens is not False
         given = _split_prompts(call.prompt)
         self._check_choices(len(given), call.n or 1)
-        prompts = [await self._prompt(prompt, special) for prompt in given]
+        prompts = [
+            self._truncated(await self._prompt(prompt, special), call, call.max_tokens)
+            for prompt in given
+        ]
         self._check_placeholders(prompts)
         default = self._config.default_max_tokens or COMPLETION_MAX_TOKENS
         # An echo without new tokens still runs one step for the prompt's logprobs.
         wanted = max(call.max_tokens, 1) if call.max_tokens is not None else None
         structured = structured_output(call)
-        samplings = [
-            self._sampling(
+        limits = [self._max_tokens(len(p.token_ids), wanted, default, "prompt") for p in prompts]
+        by_limit = {  # mostly one: to check its fields takes longer than a short prompt
+            limit: self._sampling(
                 call,
-                max_tokens=self._max_tokens(len(prompt.token_ids), wanted, default, "prompt"),
+                max_tokens=limit,
                 logprobs=call.logprobs,
                 prompt_logprobs=_larger(
                     _prompt_logprobs(call), call.logprobs if call.echo else None
                 ),
                 structured=structured,
             )
-            for prompt in prompts
-        ]
+            for limit in dict.fromkeys(limits)
+        }
+        samplings = [by_limit[limit] for limit in limits]
+        marks = [self._style.text_marks(prompt.text, prompt.token_ids) for prompt in prompts]
+        most = self._config.max_thinking_tokens
+        samplings = [limited(s, m, None, most) for s, m in zip(samplings, marks, strict=True)]
         job = self._job("cmpl-", call, prompts, samplings)
         return replace(job, continues=True, echo_only=call.max_tokens == 0)
 
@@ -273,6 +347,7 @@ class Preparer:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         kwargs: dict[str, Any] | None,
+        template: ChatTemplate | None = None,
     ) -> str:
         """The prompt that the chat template makes of the messages."""
         reserved = _RESERVED_KWARGS.intersection(kwargs or {})
@@ -287,7 +362,7 @@ class Preparer:
             mark_images(message)
         if self._style.harmony is not None:
             conversation = one_call_per_message(conversation)
-        elif not knows_tools(self.tokenizer.chat_template):
+        elif not knows_tools(template.source if template else self.tokenizer.chat_template):
             conversation, tools = write_tools(conversation, tools), []
         date = self._config.template_date
         return self.tokenizer.apply_chat_template(
@@ -295,6 +370,7 @@ class Preparer:
             tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
+            template=template,
             **({} if date is None else {"current_date": date}) | (kwargs or {}),
         )
 
@@ -311,13 +387,15 @@ class Preparer:
         if call.verbosity is not None:
             given["verbosity"] = call.verbosity
         for name in ("reasoning_effort", "verbosity"):
-            if name in given and not any(key in source for key in given):
+            used = name == "reasoning_effort" and self._style.reasons  # as a budget
+            if name in given and not used and not any(key in source for key in given):
                 self.ignored.note([name])
         return given | (call.chat_template_kwargs or {})
 
     def _note_ignored(self, call: GenerationRequest) -> None:
         """Tell once about the fields of a call that change nothing."""
-        self.ignored.note(name for name in WITHOUT_EFFECT if getattr(call, name) is not None)
+        without = WITHOUT_EFFECT + (() if self._style.reasons else ("thinking_token_budget",))
+        self.ignored.note(name for name in without if getattr(call, name) is not None)
         if not isinstance(call, ChatCompletionRequest):
             return
         for name in WITHOUT_EFFECT_IN_MESSAGES:
@@ -351,8 +429,8 @@ class Preparer:
             raise context_exceeded(no_room(num_prompt, limit), param)
         if wanted is not None and wanted > left:
             raise context_exceeded(
-                f"this model's context is {limit} tokens; the prompt has {num_prompt} and "
-                f"max_tokens asks for {wanted} more",
+                f"This model's maximum context length is {limit} tokens; the prompt has "
+                f"{num_prompt} and max_tokens asks for {wanted} more",
                 "max_tokens",
             )
         return min(wanted or default or left, left)
@@ -370,14 +448,33 @@ class Preparer:
         values = {spec.name: getattr(call, spec.name) for spec in SAMPLING_FIELDS}
         given = {name: value for name, value in values.items() if value is not None}
         self._check_tokens(call.stop_token_ids or [], "stop_token_ids")
+        if (detection := call.repetition_detection) is not None:
+            options = msgspec.to_builtins(detection)
+            given["repetition_detection"] = {k: v for k, v in options.items() if v is not None}
         return SamplingParams(
             **given,
             logit_bias=self._logit_bias(call.logit_bias),
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            structured=structured,
+            structured=self._ruled(structured, call),
         )
+
+    def _ruled(
+        self, structured: StructuredOutput | None, call: GenerationRequest
+    ) -> StructuredOutput | None:
+        """The constraint with the tokens that the call allows or forbids."""
+        if not call.bad_words and call.allowed_token_ids is None:
+            return structured
+        allowed = None
+        if call.allowed_token_ids is not None:
+            self._check_tokens(call.allowed_token_ids, "allowed_token_ids")
+            allowed = tuple(sorted(set(call.allowed_token_ids)))
+        # A word is forbidden at the start of a text, and after a space.
+        spelled = [text for word in call.bad_words or () for text in (word, f" {word.lstrip()}")]
+        encoded = [tuple(self.tokenizer.encode(text, False)) for text in spelled]
+        rules = TokenRules(allowed, tuple(dict.fromkeys(filter(None, encoded))))
+        return replace(structured or StructuredOutput("any"), rules=rules)
 
     def _logit_bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if not bias:
@@ -404,6 +501,9 @@ class Preparer:
         prompts: list[Prompt],
         samplings: list[SamplingParams],
     ) -> Job:
+        if call.priority and not self._config.client_priority:
+            message = "priority: this server takes none from clients; leave it out, or start the "
+            raise InvalidRequestError(message + "server with --client-priority", "priority")
         n = call.n or 1
         job_id = prefix + uuid4().hex
         now_ns = time.monotonic_ns()
@@ -434,6 +534,7 @@ class Preparer:
             token_ids,
             prompt_logprobs=shown,
             include_receipt=bool(call.include_receipt),
+            tokens_as_ids=bool(call.return_tokens_as_token_ids),
         )
 
 

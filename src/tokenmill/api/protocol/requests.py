@@ -14,14 +14,15 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tokenmill.core.types import MAX_TOP_LOGPROBS, SamplingParams
+from tokenmill.core.types import MAX_PATTERN_SIZE, MAX_STOPS, MAX_TOP_LOGPROBS, SamplingParams
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-MAX_STOPS = 64
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 NoItems = Annotated[list[Any], Meta(max_length=0)]
 NoMembers = Annotated[dict[str, Any], Meta(max_length=0)]
 
@@ -230,7 +231,13 @@ class TextFormat(Schema, kw_only=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(Schema, kw_only=True, tag_field="type", tag="json_object"):
-    pass
+    schema: dict[str, Any] | None = None  # llama.cpp's
+    value: dict[str, Any] | None = None  # text-generation-inference's
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """What the object must be."""
+        return self.schema or self.value or {"type": "object"}
 
 
 class JsonSchema(Schema, kw_only=True):
@@ -256,6 +263,31 @@ class StructuredOutputs(Schema, kw_only=True):
     grammar: str | None = None
     json_object: Literal[True] | None = None
     structural_tag: dict[str, Any] | str | None = None
+    # Options with a value that changes nothing.
+    disable_fallback: bool | None = None  # there is one grammar compiler
+    disable_any_whitespace: Annotated[
+        Literal[False] | None, unsupported("send a grammar without whitespace, or leave it out")
+    ] = None
+    disable_additional_properties: Annotated[
+        Literal[False] | None, unsupported("send additionalProperties false in the schema")
+    ] = None
+    whitespace_pattern: Annotated[None, unsupported("send a regex or a grammar instead")] = None
+
+
+class RepetitionOptions(Schema, kw_only=True):
+    """vLLM's: an answer ends once its last tokens are so many times the same pattern."""
+
+    max_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] | None = None
+    min_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] | None = None
+    min_count: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+
+
+class ReasoningOptions(Schema, kw_only=True):
+    """OpenRouter's spelling of reasoning_effort and thinking_token_budget."""
+
+    effort: Effort | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    enabled: bool | None = None  # false is the effort "none"
 
 
 class StreamOptions(Schema, kw_only=True):
@@ -270,6 +302,8 @@ _SAMPLING_TYPES: dict[str, Any] = get_type_hints(SamplingParams) | {
     "seed": Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)],
     "stop": str | Annotated[list[str], Meta(max_length=MAX_STOPS)],
     "stop_token_ids": list[TokenId],
+    "thinking_token_budget": int,
+    "repetition_detection": RepetitionOptions,
 }
 
 
@@ -315,6 +349,11 @@ class GenerationRequest(SamplingFields, Schema, kw_only=True):
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # of logprobs
+    # Its last tokens are the prompt; -1: as many as fit.
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     include_receipt: bool | None = None  # this server's own: GPU time and price in usage
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
@@ -337,16 +376,12 @@ class GenerationRequest(SamplingFields, Schema, kw_only=True):
         unsupported("it belongs to beam search, which is not supported; leave the field out"),
     ] = None
     spaces_between_special_tokens: Annotated[Literal[True] | None, _LEAVE_OUT] = None
-    truncate_prompt_tokens: Annotated[
-        None, unsupported("prompts are not cut; send a shorter one")
-    ] = None
-    bad_words: Annotated[NoItems | None, unsupported("use logit_bias with -100")] = None
-    allowed_token_ids: Annotated[None, unsupported("use structured_outputs or logit_bias")] = None
     logits_processors: Annotated[
         NoItems | None, unsupported("code of clients is not run; use logit_bias")
     ] = None
-    return_tokens_as_token_ids: Annotated[
-        Literal[False] | None, unsupported("use return_token_ids")
+    logprob_token_ids: Annotated[
+        NoItems | None,
+        unsupported("send logprobs (in chats with top_logprobs) for the likeliest tokens"),
     ] = None
     guided_whitespace_pattern: Annotated[None, _LEAVE_OUT] = None
     kv_transfer_params: Annotated[
@@ -374,9 +409,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         Literal["none", "auto"] | None,
         unsupported("functions are deprecated; use tools and tool_choice"),
     ] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None  # given to the chat template
-    )
+    reasoning_effort: Effort | None = None  # given to the chat template
+    reasoning: ReasoningOptions | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # the same
     modalities: Annotated[list[Literal["text"]] | None, _TEXT_OUTPUT] = None
     audio: Annotated[None, _TEXT_OUTPUT] = None
@@ -384,13 +418,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         None, unsupported("this server cannot search the web; leave it out, or offer a tool")
     ] = None
     documents: Annotated[NoItems | None, unsupported("send them in a message")] = None
-    chat_template: Annotated[
-        None, unsupported("start the server with --chat-template FILE instead")
-    ] = None
+    chat_template: str | None = None  # by the operator's leave
     mm_processor_kwargs: PixelBounds | None = None  # vLLM's: of all images of the call
-    include_reasoning: Annotated[
-        Literal[True] | None, unsupported("reasoning is always in the answer; leave the field out")
-    ] = None
+    include_reasoning: bool | None = None
     echo: Annotated[
         Literal[False] | None, unsupported("only /v1/completions can repeat the prompt")
     ] = None

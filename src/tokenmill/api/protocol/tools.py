@@ -19,7 +19,8 @@ from tokenmill.api.protocol.requests import (
     NamedToolChoice,
     Tool,
 )
-from tokenmill.core.types import InvalidRequestError, StructuredOutput
+from tokenmill.api.protocol.structured import enforced_schema, structured_output
+from tokenmill.core.types import Branch, InvalidRequestError, StructuredOutput
 from tokenmill.text.harmony import HarmonyTokens
 from tokenmill.text.output_style import OutputStyle
 from tokenmill.text.parsers import (
@@ -82,38 +83,43 @@ def plan_tool_use(
     one_call = call.parallel_tool_calls is False
     if choice in (None, "auto"):
         use = _free_use(tools, definitions, style, one_call)
-        schema = _answer_schema(call)
-        if schema is None or style.harmony is not None:
+        answer = structured_output(call) if _answer_schema(call) is not None else None
+        if answer is None or style.harmony is not None:
             return use
-        return replace(use, structured=_calls_or_answer(tools, schema, one_call))
+        return replace(use, structured=_calls_or_answer(tools, answer, one_call))
     names = [tool.function.name for tool in tools]
     if isinstance(choice, NamedToolChoice):
         names = [choice.function.name]
     max_calls = 1 if one_call else None
+    tools, unenforced = _enforced([tool for tool in tools if tool.function.name in names] or tools)
     schema = tool_choice_schema(tool_definitions(tools), msgspec.to_builtins(choice), max_calls)
     if style.harmony is not None:
-        structured = _call_branches(tools, names, style.harmony, tokenizer)
+        branches = _call_branches(tools, style.harmony, tokenizer)
+        structured = StructuredOutput("branches", branches=branches, unenforced=unenforced)
         return ToolUse(definitions, names, None, structured, one_call)
     parser: Callable[[], ToolParser] = partial(RequiredCallsParser, names, max_calls=max_calls)
     if isinstance(choice, NamedToolChoice):
         parser = partial(NamedCallParser, choice.function.name, max_calls=max_calls)
-    structured = StructuredOutput("json_schema", json.dumps(schema))
+    structured = StructuredOutput("json_schema", json.dumps(schema), unenforced=unenforced)
     return ToolUse(definitions, names, parser, structured, one_call)
 
 
 def _check_format(call: ChatCompletionRequest, style: OutputStyle) -> None:
-    """Refuse a format of the answer where calls and content cannot be told apart beforehand."""
-    if _answer_schema(call) is None:
+    """Refuse a format of the answer where calls and content cannot be told apart beforehand.
+
+    An answer that must be a call has no content: the format is unused then.
+    """
+    choice = call.tool_choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+    if _answer_schema(call) is None or mode not in (None, "auto"):
         return
     # Harmony binds the channel of the answer; a call in Hermes' style begins with a tag.
-    can_tell = style.harmony is not None or style.tools == "hermes"
-    if can_tell and call.tool_choice in (None, "auto"):
-        return
-    raise InvalidRequestError(
-        "response_format can be combined with tools for models that call in Hermes' or Harmony's "
-        "style, and with tool_choice 'auto' or 'none' alone",
-        "response_format",
-    )
+    if style.harmony is None and style.tools != "hermes":
+        raise InvalidRequestError(
+            "response_format can be combined with tools for models that call in Hermes' or "
+            "Harmony's style; for others send tool_choice 'none', 'required' or a function",
+            "response_format",
+        )
 
 
 def _answer_schema(call: ChatCompletionRequest) -> dict[str, Any] | None:
@@ -121,14 +127,16 @@ def _answer_schema(call: ChatCompletionRequest) -> dict[str, Any] | None:
     match call.response_format:
         case JsonSchemaFormat(json_schema=definition):
             return definition.schema
-        case JsonObjectFormat():
-            return {"type": "object"}
+        case JsonObjectFormat(json_schema=schema):
+            return schema
         case _:
             return None
 
 
-def _calls_or_answer(tools: list[Tool], schema: dict[str, Any], one_call: bool) -> StructuredOutput:
-    """Calls in Hermes' style, or else an answer that follows the schema."""
+def _calls_or_answer(
+    tools: list[Tool], answer: StructuredOutput, one_call: bool
+) -> StructuredOutput:
+    """Calls in Hermes' style, or else an answer that follows its schema."""
     calls = {
         "type": "tags_with_separator",
         "tags": _call_tags(tools),
@@ -136,21 +144,35 @@ def _calls_or_answer(tools: list[Tool], schema: dict[str, Any], one_call: bool) 
         "at_least_one": True,
         "stop_after_first": one_call,
     }
-    answer = {"type": "json_schema", "json_schema": schema}
-    tag = {"type": "structural_tag", "format": {"type": "or", "elements": [answer, calls]}}
-    return StructuredOutput("structural_tag", json.dumps(tag))
+    schema = {"type": "json_schema", "json_schema": json.loads(answer.value)}
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": [schema, calls]}}
+    return replace(answer, kind="structural_tag", value=json.dumps(tag))
 
 
 def _call_branches(
-    tools: list[Tool], names: list[str], harmony: HarmonyTokens, tokenizer: Tokenizer
-) -> StructuredOutput:
-    """A call of one of the functions, written as the model does by itself."""
-    branches = []
+    tools: list[Tool], harmony: HarmonyTokens, tokenizer: Tokenizer
+) -> tuple[Branch, ...]:
+    """A call of each of the functions, written as the model does by itself."""
+    functions = [msgspec.to_builtins(tool.function) for tool in tools]
+    return tuple(
+        harmony.call_branch(tokenizer, each["name"], json.dumps(function_schema(each)))
+        for each in functions
+    )
+
+
+def _enforced(tools: list[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
+    """The tools with parameters that a grammar can enforce, and what it cannot of them."""
+    enforced: list[Tool] = []
+    unenforced: list[str] = []
     for tool in tools:
-        if tool.function.name in names:
-            schema = json.dumps(function_schema(msgspec.to_builtins(tool.function)))
-            branches.append(harmony.call_branch(tokenizer, tool.function.name, schema))
-    return StructuredOutput("branches", branches=tuple(branches))
+        function = tool.function
+        schema, pointers = enforced_schema(
+            function.parameters, bool(function.strict), "tools", function.name
+        )
+        changed = msgspec.structs.replace(function, parameters=schema)
+        enforced.append(msgspec.structs.replace(tool, function=changed))
+        unenforced += pointers
+    return enforced, tuple(unenforced)
 
 
 def _allowed(tools: list[Tool], allowed: AllowedTools) -> list[Tool]:
@@ -218,15 +240,15 @@ def _strict_calls(tools: list[Tool], style: str) -> StructuredOutput:
 
 def _call_tags(tools: list[Tool]) -> list[dict[str, Any]]:
     """A call of each function in Hermes' style; only strict ones must follow their schema."""
+    strict, _ = _enforced([tool for tool in tools if tool.function.strict])
+    schemas = {tool.function.name: tool.function.parameters for tool in strict}
     return [
         {
             "type": "tag",
             "begin": f'<tool_call>\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
             "content": {
                 "type": "json_schema",
-                "json_schema": (tool.function.parameters or {"type": "object"})
-                if tool.function.strict
-                else {"type": "object"},
+                "json_schema": schemas.get(tool.function.name) or {"type": "object"},
             },
             "end": "}\n</tool_call>",
         }
@@ -241,7 +263,7 @@ def write_tools(messages: list[Message], definitions: list[dict[str, Any]]) -> l
         return written
     signatures = "\n".join(json.dumps(each, ensure_ascii=False) for each in definitions)
     system = _SYSTEM.format(signatures=signatures)
-    if written[0]["role"] in ("system", "developer"):
+    if written and written[0]["role"] in ("system", "developer"):
         first = {**written[0], "content": f"{_text(written[0]['content'])}\n\n{system}"}
         return [first, *written[1:]]
     return [{"role": "system", "content": system}, *written]
@@ -263,12 +285,6 @@ def _call_text(call: dict[str, Any]) -> str:
     name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    try:
-        json.loads(arguments)
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"tool_calls: the arguments of {name!r} are not JSON ({error})", "messages"
-        ) from None
     return f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
 
 

@@ -12,12 +12,13 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, authorizer, read_bytes
+from tokenmill.api.access import Calls, Place, read_bytes
 from tokenmill.api.call import record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.jobs.job_app import JobState, answer, create_job_app
 from tokenmill.api.jobs.job_call import run_jobs
 from tokenmill.api.jobs.job_server import Service
+from tokenmill.api.keys import Keys, caller
 from tokenmill.api.openapi import job_document
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.ranking.rank_protocol import (
@@ -28,13 +29,12 @@ from tokenmill.api.ranking.rank_protocol import (
     num_candidates,
     result_of,
 )
+from tokenmill.api.sites import JSON, MSGPACK, kind_of
 from tokenmill.api.telemetry.job_metrics import JobMetrics
-from tokenmill.core.config import ServerConfig
 from tokenmill.core.jobs.rank_job import RankScores, pack, unpack
 from tokenmill.workers.jobs.job_pool import JobPool
 
 PATH = "/v1/rank"
-MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 FIGURES = {  # what workers tell, by its name
     "num_waiting": "Requests that wait for a step.",
     "num_running": "Requests in the step that runs.",
@@ -51,19 +51,20 @@ FIGURES = {  # what workers tell, by its name
 }
 
 
-async def make_rank_service(config: ServerConfig, model: str, pool: JobPool) -> Service:
+async def make_rank_service(model: str, keys: Keys, pool: JobPool) -> Service:
     """The service of a started pool; `model` is the name clients use."""
     metrics = JobMetrics("rank", model, FIGURES)
     length = int(pool.facts["max_seq_len"])
-    state = JobState(pool, config, model, "rank", metrics, Calls(config), length)
+    state = JobState(pool, keys, model, "rank", metrics, Calls(keys.config), length)
     path = {PATH: ("Score candidates for some users", RankCall, RankAnswer)}
-    needs_key = bool(config.api_keys)
-    document = partial(job_document, __version__, model, needs_key, path, "application/msgpack")
+    kinds = path, "application/msgpack"
+    document = partial(job_document, __version__, model, keys.ring.is_needed, *kinds)
     app = create_job_app(state, document, "ranking")
 
-    @app.post(PATH, dependencies=[Depends(authorizer(config))])
+    @app.post(PATH, dependencies=[Depends(caller(keys))])
     async def rank(request: Request) -> Response:
-        return await _rank(request, state)
+        with state.admit(request.state.account) as place:
+            return await _rank(request, state, place)
 
     return Service(app, metrics, state.calls, _failing_at_the_end(pool))
 
@@ -76,36 +77,34 @@ async def _failing_at_the_end(pool: JobPool) -> AsyncIterator[None]:
     pool.fail_open("the server is shutting down", "shutdown")
 
 
-async def _rank(request: Request, state: JobState) -> Response:
+async def _rank(request: Request, state: JobState, place: Place) -> Response:
     began_s = time.monotonic()
-    state.admit(request.state.key)
     declared = request.headers.get("content-length", "")
-    body = await read_bytes(request.receive, declared, state.config.max_body_bytes)
-    in_msgpack = _kind(request.headers.get("content-type", "")) in MSGPACK
+    body = await read_bytes(request.receive, declared, state.config.max_body_bytes, place.body)
+    in_msgpack = kind_of(request.headers.get("content-type", "")) in MSGPACK
     call = decode_call(body, RankCall, msgpack=in_msgpack)
     out_msgpack = _wants_msgpack(request.headers.get("accept", ""), in_msgpack)
     if call.binary and not out_msgpack:
         message = "binary: answers in JSON have no bytes; send 'Accept: application/msgpack'"
         raise ApiError(400, message, "binary", "invalid_value")
     state.check_model(call.model)
-    found = await _scores(request, state, call)
+    del body
+    place.body.release()
+    found = await _scores(request, state, call, place)
     state.metrics.answered(time.monotonic() - began_s, [each.queue_ms / 1e3 for each in found])
     return answer(_answer(request, state, call, found), out_msgpack)
 
 
-async def _scores(request: Request, state: JobState, call: RankCall) -> list[RankScores]:
-    key, count = request.state.key, len(call.users)
+async def _scores(
+    request: Request, state: JobState, call: RankCall, place: Place
+) -> list[RankScores]:
     limits = [t for t in (call.timeout, state.config.request_timeout_s) if t is not None]
     timeout_s = min(limits) if limits else None
     jobs = [job_of(user, index, call, timeout_s) for index, user in enumerate(call.users)]
     payloads = [(pack(job), float(len(job.item_ids) + len(job.candidate_ids))) for job in jobs]
-    names = [f"users[{index}]" for index in range(count)]
-    state.admit(key, count)
-    state.calls.begin(key, count)
-    try:
-        outputs = await run_jobs(state.pool, payloads, request.receive, timeout_s, names)
-    finally:
-        state.calls.end(key, count)
+    names = [f"users[{index}]" for index in range(len(jobs))]
+    state.take(place, len(jobs))
+    outputs = await run_jobs(state.pool, payloads, request.receive, timeout_s, names)
     return [unpack(RankScores, output.payload) for output in outputs]
 
 
@@ -131,16 +130,12 @@ def _answer(
     )
 
 
-def _kind(content_type: str) -> str:
-    return content_type.partition(";")[0].strip().lower()
-
-
 def _wants_msgpack(accept: str, in_msgpack: bool) -> bool:
     """By Accept, the first kind that is known; without one as the body came."""
-    for kind in map(_kind, accept.split(",")):
+    for kind in map(kind_of, accept.split(",")):
         if kind in MSGPACK:
             return True
-        if kind == "application/json":
+        if kind == JSON:
             return False
     return in_msgpack
 

@@ -16,7 +16,6 @@ from tokenmill.api.protocol.requests import (
     ChatCompletionRequest,
     DeveloperMessage,
     EarlierCall,
-    FunctionDefinition,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
@@ -24,6 +23,7 @@ from tokenmill.api.protocol.requests import (
     Message,
     NamedFunction,
     NamedToolChoice,
+    ReasoningOptions,
     ResponseFormat,
     SystemMessage,
     TextPart,
@@ -45,12 +45,16 @@ from tokenmill.api.responses.response_items import (
 )
 from tokenmill.api.responses.response_request import (
     LOGPROBS,
-    AllowedFunctions,
-    FunctionTool,
     JsonObject,
     NamedJsonSchema,
-    NamedTool,
     ResponsesRequest,
+)
+from tokenmill.api.responses.response_tools import (
+    AllowedFunctions,
+    NamedTool,
+    flat_name,
+    flat_tools,
+    namespaced,
 )
 
 # What a chat completion's errors call it -> what it is called here.
@@ -76,6 +80,7 @@ def chat_of(call: ResponsesRequest, items: Sequence[Item]) -> ChatCompletionRequ
         message = f"top_logprobs needs '{LOGPROBS}' in include"
         raise ApiError(400, message, "top_logprobs", "invalid_value")
     reasoning, text = call.reasoning, call.text
+    tools = flat_tools(call.tools or ())
     return ChatCompletionRequest(
         **{spec.name: getattr(call, spec.name) for spec in SAMPLING_FIELDS},
         messages=[*_instructions(call), *messages_of(items)],
@@ -83,12 +88,14 @@ def chat_of(call: ResponsesRequest, items: Sequence[Item]) -> ChatCompletionRequ
         max_completion_tokens=call.max_output_tokens,
         logprobs=wants_logprobs,
         top_logprobs=call.top_logprobs,
-        tools=[_tool(tool) for tool in call.tools or ()] or None,
-        tool_choice=_tool_choice(call),
+        tools=tools or None,
+        tool_choice=_tool_choice(call, tools),
         parallel_tool_calls=call.parallel_tool_calls,
         response_format=_format(call),
         reasoning_effort=reasoning.effort if reasoning is not None else None,
+        reasoning=ReasoningOptions(max_tokens=reasoning.max_tokens) if reasoning else None,
         verbosity=text.verbosity if text is not None else None,
+        structured_outputs=call.structured_outputs,
         chat_template_kwargs=call.chat_template_kwargs,
         priority=call.priority,
         cache_salt=call.cache_salt,
@@ -164,8 +171,9 @@ def _open_answer(
 
 
 def _earlier_call(item: FunctionCallItem) -> EarlierCall:
+    name = flat_name(item.namespace, item.name)
     return EarlierCall(
-        id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
+        id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments)
     )
 
 
@@ -175,25 +183,19 @@ def _unknown_call(index: int, call_id: str) -> ApiError:
     return ApiError(400, message, path, "invalid_value")
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    function = FunctionDefinition(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return Tool(function=function, type="function")
-
-
-def _tool_choice(call: ResponsesRequest) -> Any:
+def _tool_choice(call: ResponsesRequest, tools: list[Tool]) -> Any:
+    # A function of a namespace may be named without it where no other has its name.
+    flat = {name: full for full, (_, name) in namespaced(call.tools or ()).items()}
+    flat |= {tool.function.name: tool.function.name for tool in tools}
     match call.tool_choice:
         case NamedTool(name=name):
-            return NamedToolChoice(function=NamedFunction(name=name))
-        case AllowedFunctions(mode=mode, tools=tools):
-            allowed = [AllowedTool(function=NamedFunction(name=t.name)) for t in tools]
+            return NamedToolChoice(function=NamedFunction(name=flat.get(name, name)))
+        case AllowedFunctions(mode=mode, tools=chosen):
+            names = [flat.get(each.name, each.name) for each in chosen]
+            allowed = [AllowedTool(function=NamedFunction(name=name)) for name in names]
             return AllowedToolChoice(allowed_tools=AllowedTools(mode=mode, tools=allowed))
         case choice:
-            return choice if call.tools or choice != "auto" else None
+            return choice if tools or choice != "auto" else None
 
 
 def _format(call: ResponsesRequest) -> ResponseFormat | None:

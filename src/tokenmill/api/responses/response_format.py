@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import UNSET
+
 from tokenmill.api.errors import ApiError
 from tokenmill.api.generation import TextDelta
 from tokenmill.api.protocol.answers import ChatLogprob, Usage, json_encode
@@ -22,12 +24,15 @@ from tokenmill.api.responses.response_items import (
     new_id,
 )
 from tokenmill.api.responses.response_object import (
+    CutReason,
     FaultCode,
     IncompleteDetails,
     ResponseFault,
     ResponseObject,
     response_usage,
 )
+from tokenmill.api.responses.response_tools import namespaced
+from tokenmill.sched.trackers import LOOP
 from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta, ToolCallDelta
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -52,13 +57,14 @@ class ResponseFormat:
         carries: bool,
     ) -> None:
         self._response = response
+        self._namespaced = namespaced(response.tools)
         self._tokenizer = tokenizer
         self._on_end = on_end
         self._carries = carries
         self._num_events = 0
         self._writes = True  # events, which a whole answer has not
         self._is_open = False  # the last item is not done yet
-        self._cut_off = False
+        self._cut_off: CutReason | None = None
 
     @property
     def frame(self) -> ResponseFormat:
@@ -75,14 +81,18 @@ class ResponseFormat:
         """The events of one delta; b"" when nothing is certain yet."""
         events = b"".join([self._add(part, delta) for part in delta.parts])
         if delta.finish_reason is not None:
-            self._cut_off = delta.finish_reason == "length"
+            if delta.finish_reason == "length":
+                self._cut_off = "max_output_tokens"
+            elif delta.stop_reason == LOOP:
+                self._cut_off = LOOP
         return events
 
     def end(self, usage: Usage) -> bytes:
         """The events that end a stream."""
-        events = self._close(self._cut_off)
+        cut_off = self._cut_off is not None
+        events = self._close(cut_off)
         if not self._response.output:  # nothing at all was said
-            events += self._add(ContentDelta(""), None) + self._close(self._cut_off)
+            events += self._add(ContentDelta(""), None) + self._close(cut_off)
         self._finish(usage)
         return events + self._lifecycle(f"response.{self._response.status}")
 
@@ -108,8 +118,8 @@ class ResponseFormat:
         response = self._response
         response.usage = response_usage(usage)
         response.status = "incomplete" if self._cut_off else "completed"
-        if self._cut_off:
-            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        if self._cut_off is not None:
+            response.incomplete_details = IncompleteDetails(reason=self._cut_off)
         else:
             response.completed_at = int(time.time())
         self._on_end(response)
@@ -123,10 +133,12 @@ class ResponseFormat:
             case ContentDelta(text=text):
                 return self._add_text(text, self._logprobs(delta))
             case ToolCallDelta(id=str(call_id), name=str(name)):
+                space, own = self._namespaced.get(name, (UNSET, name))
                 item = FunctionCallItem(
                     id=new_id(FunctionCallItem),
                     call_id=call_id,
-                    name=name,
+                    name=own,
+                    namespace=space,
                     arguments="",
                     status="in_progress",
                 )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
 import msgspec
-from msgspec import field
+from msgspec import UNSET, UnsetType, field
 
 from tokenmill.api.protocol.answers import ChatLogprob
 from tokenmill.api.protocol.requests import (
@@ -76,6 +76,7 @@ class FunctionCallItem(Schema, kw_only=True, tag_field="type", tag="function_cal
     id: str | None = None
     call_id: str
     name: str
+    namespace: str | UnsetType | None = UNSET
     arguments: str  # JSON text
     status: ItemStatus | None = None
 

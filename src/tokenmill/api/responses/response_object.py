@@ -9,16 +9,20 @@ from msgspec import UNSET, UnsetType, field
 from tokenmill.api.protocol.answers import Answer, Usage, UsageReceipt
 from tokenmill.api.responses.response_items import Item, OutputItem
 from tokenmill.api.responses.response_request import (
-    AllowedFunctions,
-    FunctionTool,
-    NamedTool,
     PlainText,
     ReasoningConfig,
     ResponsesRequest,
     TextConfig,
 )
+from tokenmill.api.responses.response_tools import (
+    AllowedFunctions,
+    FunctionTool,
+    NamedTool,
+    NamespaceTool,
+)
 
 FaultCode = Literal["server_error", "rate_limit_exceeded"]  # of OpenAI's, those there are here
+CutReason = Literal["max_output_tokens", "repetition_detected"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -47,7 +51,7 @@ class ResponseFault(Answer, kw_only=True):
 
 
 class IncompleteDetails(Answer, kw_only=True):
-    reason: Literal["max_output_tokens"]
+    reason: CutReason
 
 
 class ResponseObject(Answer, kw_only=True):
@@ -76,7 +80,7 @@ class ResponseObject(Answer, kw_only=True):
     temperature: float = 1.0
     text: TextConfig
     tool_choice: str | NamedTool | AllowedFunctions = "auto"
-    tools: list[FunctionTool] = field(default_factory=list)
+    tools: list[FunctionTool | NamespaceTool] = field(default_factory=list)
     top_logprobs: int = 0
     top_p: float = 1.0
     truncation: Literal["auto", "disabled"] = "disabled"

@@ -6,20 +6,27 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from tokenmill.api.protocol.decoding import refuse_built_in
 from tokenmill.api.protocol.requests import (
     INT32_MAX,
+    Effort,
     NoItems,
     SamplingFields,
     Schema,
     StreamOptions,
+    StructuredOutputs,
     TokenCount,
     unsupported,
 )
 from tokenmill.api.responses.response_items import InputItem
+from tokenmill.api.responses.response_tools import (
+    AllowedFunctions,
+    FunctionTool,
+    NamedTool,
+    NamespaceTool,
+    skip_tools,
+)
 from tokenmill.core.types import MAX_TOP_LOGPROBS
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 Includable = Literal[
@@ -39,35 +46,6 @@ RESPONSE_WITHOUT_EFFECT = (
     *("request_id",),
 )
 _SEND_INPUT = unsupported("this server keeps no conversations; send previous_response_id or input")
-
-
-class FunctionTool(Schema, kw_only=True, tag_field="type", tag="function"):
-    """A function that the client runs."""
-
-    name: Annotated[
-        str,
-        Meta(
-            pattern="^[a-zA-Z0-9_.-]{1,64}$",
-            description="a function's name has 1 to 64 letters, digits, '_', '.' or '-'",
-        ),
-    ]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class NamedTool(Schema, kw_only=True, tag_field="type", tag="function"):
-    name: str
-
-
-class AllowedFunction(Schema, kw_only=True):
-    name: str
-    type: Literal["function"] = "function"
-
-
-class AllowedFunctions(Schema, kw_only=True, tag_field="type", tag="allowed_tools"):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
 
 
 class PlainText(Schema, kw_only=True, tag_field="type", tag="text"):
@@ -94,6 +72,7 @@ class ReasoningConfig(Schema, kw_only=True):
     """How much the model reasons; there are no summaries, the reasoning itself is returned."""
 
     effort: Effort | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None  # OpenRouter's
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -126,7 +105,7 @@ class ResponsesRequest(SamplingFields, Schema, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: TokenCount | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FunctionTool | NamespaceTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -148,6 +127,7 @@ class ResponsesRequest(SamplingFields, Schema, kw_only=True):
     image: Any = None
     request_id: str | None = None
     # vLLM's extras.
+    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     cache_salt: str | None = None
@@ -170,11 +150,11 @@ class ResponsesRequest(SamplingFields, Schema, kw_only=True):
     ] = None
 
     @staticmethod
-    def complete(raw: Any) -> None:
-        """Give every input item the type that a client may leave out; refuse built-in tools."""
+    def complete(raw: Any) -> list[str]:
+        """Give every input item the type that a client may leave out; leave out skipped tools."""
         if not isinstance(raw, dict):
-            return
+            return []
         for item in raw["input"] if isinstance(raw.get("input"), list) else ():
             if isinstance(item, dict) and item.get("type") is None:
                 item["type"] = "message" if "role" in item or "id" not in item else "item_reference"
-        refuse_built_in(raw, ("function",), "send tools of type 'function'")
+        return skip_tools(raw)

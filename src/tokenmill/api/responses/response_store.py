@@ -40,32 +40,34 @@ class ResponseStore:
         self._keeper = keeper
         self._limits = limits
 
-    def put(self, response: ResponseObject, context: Sequence[Item], key: int) -> None:
+    def put(self, response: ResponseObject, context: Sequence[Item], account: str) -> None:
         """Keep a response that has ended."""
         if not self._limits.max_stored_responses:
             return
         stored = StoredResponse(response, [as_stored(item) for item in context])
         item_ids = [item.id for item in stored.conversation if item.id is not None]
-        self._keeper.put(response.id, key, item_ids, json_encode(stored))
+        self._keeper.put(response.id, account, item_ids, json_encode(stored))
 
-    async def get(self, response_id: str, key: int, param: str = "response_id") -> StoredResponse:
+    async def get(
+        self, response_id: str, account: str, param: str = "response_id"
+    ) -> StoredResponse:
         """The entry of this caller's response."""
-        payload = await self._keeper.get(response_id, key)
+        payload = await self._keeper.get(response_id, account)
         if payload is None:
             raise self._no_response(response_id, param)
         return _decode(payload)
 
-    async def delete(self, response_id: str, key: int) -> None:
+    async def delete(self, response_id: str, account: str) -> None:
         """Forget a response."""
-        if not await self._keeper.delete(response_id, key):
+        if not await self._keeper.delete(response_id, account):
             raise self._no_response(response_id, "response_id")
 
-    async def resolve(self, items: Sequence[InputItem], key: int) -> list[Item]:
+    async def resolve(self, items: Sequence[InputItem], account: str) -> list[Item]:
         """The items with references replaced by what they refer to."""
         found: dict[str | None, Item] = {}
         for index, item in enumerate(items):
             if isinstance(item, ItemReference) and item.id not in found:
-                payload = await self._keeper.find_item(item.id, key)
+                payload = await self._keeper.find_item(item.id, account)
                 if payload is None:
                     what = f"no item {item.id!r} is stored here"
                     raise self._unknown(what, f"input[{index}].id")
@@ -79,8 +81,9 @@ class ResponseStore:
         limits = self._limits
         message = (
             f"{param}: {what}: it is unknown, was deleted or not stored (store false), or was "
-            f"dropped (this server keeps the last {limits.max_stored_responses} responses, at most "
-            f"{limits.max_stored_response_bytes} bytes, for {limits.stored_response_age_s:g} s); "
+            f"dropped (this server keeps at most {limits.max_stored_responses} responses of all "
+            f"keys, {limits.max_stored_response_bytes} bytes, for {limits.stored_response_age_s:g} "
+            "s); "
             "send the conversation as input"
         )
         return ApiError(404, message, param, "response_not_found")

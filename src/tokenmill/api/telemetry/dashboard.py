@@ -13,13 +13,12 @@ from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.api.access import authorizer
 from tokenmill.api.errors import ApiError
+from tokenmill.api.keys import Keys, overseer
 from tokenmill.api.protocol.answers import json_encode
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.dashboard_view import DashboardView
 from tokenmill.api.telemetry.history import History
-from tokenmill.core.config import ServerConfig
 
 View = Callable[[float, bool], DashboardView]  # of the uptime, with or without decisions
 WEB = Path(__file__).with_name("web")
@@ -43,21 +42,21 @@ HEADERS = {
 
 def add_dashboard(app: FastAPI, state: ApiState) -> None:
     """The page of a server with an engine."""
-    add_page(app, state.config, lambda uptime_s, decisions: _view(state, uptime_s, decisions))
+    add_page(app, state.keys, lambda uptime_s, decisions: _view(state, uptime_s, decisions))
 
 
-def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
-    """Add GET /dashboard, the files of the page, and GET /dashboard/data, which wants a key.
+def add_page(app: FastAPI, keys: Keys, view: View) -> None:
+    """Add GET /dashboard, the files of the page, and GET /dashboard/data: figures over all keys.
 
     The history begins where the app is made in a running loop, as servers do.
     """
-    add_files(app, config, "dashboard")
+    add_files(app, keys, "dashboard")
     started_s = time.monotonic()
     history = History(lambda: view(time.monotonic() - started_s, False))
     with contextlib.suppress(RuntimeError):
         history.start(asyncio.get_running_loop())
 
-    @app.get("/dashboard/data", dependencies=[Depends(authorizer(config))])
+    @app.get("/dashboard/data", dependencies=[Depends(overseer(keys))])
     async def data(request: Request) -> Response:
         late = history.since(_since(request))
         now = view(time.monotonic() - started_s, True)
@@ -65,13 +64,13 @@ def add_page(app: FastAPI, config: ServerConfig, view: View) -> None:
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def add_files(app: FastAPI, config: ServerConfig, page: str) -> None:
+def add_files(app: FastAPI, keys: Keys, page: str) -> None:
     """Add GET /dashboard and the files of all pages, which tell nothing of the server.
 
     PAGE.html holds the line that names its kind, and the main part; frame.html holds the rest.
     """
     label, main = (WEB / f"{page}.html").read_text(encoding="utf-8").split("\n", 1)
-    parts = {"needs_key": "yes" if config.api_keys else "no", "page": page}
+    parts = {"needs_key": "yes" if keys.ring.is_needed else "no", "page": page}
     text = (WEB / "frame.html").read_text(encoding="utf-8")
     for name, part in (parts | {"kind": label, "main": main.rstrip()}).items():
         text = text.replace(f"{{{name}}}", part)

@@ -9,10 +9,9 @@ import msgspec
 from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
-from tokenmill.api.access import authorizer
+from tokenmill.api.keys import Guard, Keys
 from tokenmill.api.protocol.answers import json_encode
 from tokenmill.api.telemetry.dashboard import add_files
-from tokenmill.core.config import ServerConfig
 from tokenmill.workers.jobs.job_pool import JobWorkerView
 
 
@@ -38,12 +37,16 @@ class JobsView(msgspec.Struct, frozen=True):
 
 
 def add_job_page(
-    app: FastAPI, config: ServerConfig, page: str, view: Callable[[Request], msgspec.Struct]
+    app: FastAPI,
+    keys: Keys,
+    page: str,
+    view: Callable[[Request], msgspec.Struct],
+    guard: Guard,
 ) -> None:
-    """Add GET /dashboard, its files, and GET /dashboard/data, which wants a key."""
-    add_files(app, config, page)
+    """Add GET /dashboard, its files, and GET /dashboard/data, which is guarded."""
+    add_files(app, keys, page)
 
-    @app.get("/dashboard/data", dependencies=[Depends(authorizer(config))])
+    @app.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data(request: Request) -> Response:
         headers = {"cache-control": "no-store"}
         return Response(json_encode(view(request)), media_type="application/json", headers=headers)

@@ -66,7 +66,7 @@ def _labels(key: str | tuple[str, ...]) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
 
 
-NO_IMAGES = ImagesView(0, 0, 0, 0, {}, 0, 0, 0, 0, 0)
+NO_IMAGES = ImagesView(0, 0, 0, 0, {}, 0, 0, 0, 0)
 
 
 class Histogram:
@@ -216,7 +216,7 @@ class ServerMetrics:
         """Metrics of all fronts; without counts there is one front, and its own are meant."""
         if counts is None:
             return self
-        total = self.empty()
+        total = ServerMetrics(self._model, self._price)
         for name in _SINGLE:
             setattr(total, name, int(counts.single.get(name, 0)))
         for name in self.LABELLED:
@@ -232,10 +232,6 @@ class ServerMetrics:
                 getattr(total, name).add(value)
         total.stored = self.stored  # one store has the responses of all fronts
         return total
-
-    def empty(self) -> ServerMetrics:
-        """Metrics of the same model without any counts."""
-        return ServerMetrics(self._model, self._price)
 
     def render(self, stats: EngineStats, num_worker_restarts: int, pool: PoolView) -> bytes:
         """The exposition text with the engines' counters of now."""
@@ -277,6 +273,7 @@ class ServerMetrics:
                 s.rank_imbalance_before,
             ),
             ("mtp_acceptance_length", "Tokens of a step that verified drafts; 0: none.", length),
+            ("kv_branch_points", "Kept starts inside cached prefixes.", s.num_branch_points),
             ("stored_responses", "Responses kept for later calls.", num_stored),
             ("stored_response_bytes", "Their size, contexts included.", num_stored_bytes),
         ):
@@ -303,7 +300,8 @@ class ServerMetrics:
                 s.num_expert_bytes_moved,
             ),
             ("expert_rebalance_seconds", "Time that steps waited for experts.", s.rebalance_s),
-            ("mtp_relaxed_tokens", "Drafts taken though others were drawn.", s.num_relaxed),
+            ("thinking_budgets_spent", "Answers that ran out of reasoning.", s.num_budgets_spent),
+            ("loops_ended", "Answers that a repetition ended.", s.num_loops_ended),
             ("worker_restarts", "Times the worker was restarted.", self.num_worker_restarts),
         ):
             yield self._counter(name, text, value)
@@ -354,7 +352,6 @@ class ServerMetrics:
             ("image_tokens", "Tokens of prompts that are images.", view.tokens),
             ("images_encoded", "Images that a vision encoder ran on.", view.encoded),
             ("image_patches", "Patches of these.", view.patches),
-            ("image_features_received", "Images encoded by another worker.", view.received),
             ("encoder_cache_hits", "Images whose features were there.", view.encoder_hits),
         ):
             yield self._counter(name, text, value)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from tokenmill import __version__
+from tokenmill.core.installation import install_command
 from tokenmill.core.types import TokenmillError
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -90,7 +91,7 @@ def open_tracing(endpoint: str | None, service: str) -> Tracing:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         asked = "--otlp-endpoint" if endpoint is not None else "OTEL_EXPORTER_OTLP_ENDPOINT"
-        raise TracingError(f"{asked} needs OpenTelemetry: pip install 'tokenmill[otel]'") from None
+        raise TracingError(f"{asked} needs OpenTelemetry: {install_command('otel')}") from None
 
 
 def _provider(endpoint: str | None, service: str) -> Any:

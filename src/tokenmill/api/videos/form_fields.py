@@ -11,30 +11,31 @@ from msgspec import inspect
 from starlette.requests import Request
 
 from tokenmill.api.access import read_bytes
+from tokenmill.api.bodies.body_memory import BodyRoom
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import decode_call
+from tokenmill.api.sites import FORM, kind_of
 
-FORM = "multipart/form-data"
 MAX_FORM_BYTES = 256 * 1024  # several times what the texts of a call may have
 MAX_PARTS = 64
 MAX_HEAD_BYTES = 4096  # of a part
 T = TypeVar("T")
 
 
-async def read_call(request: Request, kind: type[T], limit: int) -> T:
+async def read_call(request: Request, kind: type[T], limit: int, room: BodyRoom) -> T:
     """The body of a call, JSON or a form; ApiError names what is wrong with it."""
     declared = request.headers.get("content-length", "")
     content_type = request.headers.get("content-type", "")
-    if not content_type.lower().startswith(FORM):
-        return decode_call(await read_bytes(request.receive, declared, limit), kind)
-    form = await _read_form(request, declared, min(limit, MAX_FORM_BYTES))
+    if kind_of(content_type) != FORM:
+        return decode_call(await read_bytes(request.receive, declared, limit, room), kind)
+    form = await _read_form(request, declared, min(limit, MAX_FORM_BYTES), room)
     fields = _typed(form_fields(content_type, form), kind)
     return decode_call(json.dumps(fields).encode(), kind)
 
 
-async def _read_form(request: Request, declared: str, limit: int) -> bytes:
+async def _read_form(request: Request, declared: str, limit: int, room: BodyRoom) -> bytes:
     try:
-        return await read_bytes(request.receive, declared, limit)
+        return await read_bytes(request.receive, declared, limit, room)
     except ApiError as error:
         problem = f"the form is larger than {limit} bytes; send the fields as texts, without files"
         raise ApiError(error.status, problem, code=error.code) from None

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request
 
 from tokenmill import __version__
+from tokenmill.api.keys import caller
 from tokenmill.api.telemetry.job_dashboard import add_job_page
 from tokenmill.api.videos.video_record import VideoObject
 from tokenmill.api.videos.video_routes import VideoState
@@ -43,9 +44,9 @@ def add_video_page(app: FastAPI, client: JobPool, state: VideoState, facts: dict
     started_s = time.monotonic()
 
     def view(request: Request) -> VideoView:
-        return _view(client, state, facts, state.owner(request), time.monotonic() - started_s)
+        return _view(client, state, facts, request.state.account, time.monotonic() - started_s)
 
-    add_job_page(app, state.config, "videos", view)
+    add_job_page(app, state.keys, "videos", view, caller(state.keys))
 
 
 def _view(

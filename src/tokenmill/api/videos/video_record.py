@@ -30,7 +30,7 @@ class VideoRecord(msgspec.Struct, kw_only=True):
     """
 
     id: str
-    owner: str  # who asked for it: a hash of the API key
+    owner: str  # the account that asked for it
     created_ns: int  # Unix time; the order of jobs
     model: str
     prompt: str

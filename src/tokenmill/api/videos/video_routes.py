@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import hashlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.api.access import NO_KEY, Calls, authorizer
+from tokenmill.api.access import Calls, Place
 from tokenmill.api.errors import ApiError, unknown_model
+from tokenmill.api.keys import Keys, caller
 from tokenmill.api.operations import json_response
 from tokenmill.api.videos.form_fields import read_call
 from tokenmill.api.videos.video_jobs import VideoJobs
@@ -32,6 +33,8 @@ from tokenmill.api.videos.video_request import GenerationRequest, VideoPreparer,
 from tokenmill.api.videos.video_store import StoreError, VideoStore
 from tokenmill.core.config import ServerConfig
 
+Call = TypeVar("Call", bound=VideoRequest)
+
 MAX_PAGE, DEFAULT_PAGE = 100, 20
 MP4 = "video/mp4"
 PICTURE_OF = "x-picture-of"  # what a picture shows: a frame, or latents
@@ -45,22 +48,25 @@ _GONE = "was removed meanwhile, by a call or to make room (--video-storage); ask
 class VideoState:
     """What all handlers of a video server share."""
 
-    config: ServerConfig
+    keys: Keys
     model: str
     metrics: VideoMetrics
     calls: Calls  # that wait for a video
     jobs: VideoJobs
     preparer: VideoPreparer
 
-    def owner(self, request: Request) -> str:
-        """Who asks: a hash of the key, which tells keys apart without telling them."""
-        if not self.config.api_keys:
-            return NO_KEY
-        return hashlib.sha256(self.config.api_keys[request.state.key].encode()).hexdigest()
+    @property
+    def config(self) -> ServerConfig:
+        return self.keys.config
+
+    def enter(self, request: Request) -> Place:
+        """Let in a call whose head has come, or raise what it is to be answered with."""
+        self.calls.check_draining()
+        return self.calls.enter(request.state.account)
 
     def record(self, request: Request) -> VideoRecord:
         """The caller's own job that the path names."""
-        return self.jobs.store.get(request.path_params["video_id"], self.owner(request))
+        return self.jobs.store.get(request.path_params["video_id"], request.state.account)
 
     async def create(self, request: Request, call: VideoRequest, waits: bool) -> VideoRecord:
         """Take the job of a call."""
@@ -68,7 +74,7 @@ class VideoState:
         if call.model is not None and call.model != self.model:
             raise unknown_model(call.model, self.model)
         fields = await asyncio.to_thread(self.preparer.prepare, call)
-        record = new_record(self.owner(request), self.model, fields | {"is_waited_for": waits})
+        record = new_record(request.state.account, self.model, fields | {"is_waited_for": waits})
         try:
             await self.jobs.create(record)
         except StoreError as error:
@@ -85,13 +91,14 @@ class VideoState:
 
 def add_videos(app: FastAPI, state: VideoState) -> None:
     """Add /v1/videos and what lies below it."""
-    guard = [Depends(authorizer(state.config))]
+    guard = [Depends(caller(state.keys))]
     limit, jobs = state.config.max_body_bytes, state.jobs
 
     @app.post("/v1/videos", dependencies=guard)
     async def create(request: Request) -> Response:
-        call = await read_call(request, VideoRequest, limit)
-        return json_response(jobs.shown(await state.create(request, call, False)))
+        with state.enter(request) as place:
+            call = await read_call(request, VideoRequest, limit, place.body)
+            return json_response(jobs.shown(await state.create(request, call, False)))
 
     @app.get("/v1/videos", dependencies=guard)
     async def list_videos(request: Request) -> Response:
@@ -99,14 +106,12 @@ def add_videos(app: FastAPI, state: VideoState) -> None:
 
     @app.post("/v1/videos/sync", dependencies=guard)
     async def sync(request: Request) -> Response:
-        call = await read_call(request, VideoRequest, limit)
-        async with _made(state, request, call) as ended:
+        async with _made(state, request, VideoRequest) as (_, ended):
             return _file(state, ended)
 
     @app.post("/v1/videos/generations", dependencies=guard)
     async def generations(request: Request) -> Response:
-        call = await read_call(request, GenerationRequest, limit)
-        async with _made(state, request, call) as ended:
+        async with _made(state, request, GenerationRequest) as (call, ended):
             path = jobs.store.path(ended).resolve()
             if call.response_format == "video_path":
                 return json_response({"video_id": ended.id, "video_path": str(path)})
@@ -140,21 +145,18 @@ def add_videos(app: FastAPI, state: VideoState) -> None:
 
 @contextlib.asynccontextmanager
 async def _made(
-    state: VideoState, request: Request, call: VideoRequest
-) -> AsyncIterator[VideoRecord]:
-    """The completed job of a call that waits for it, which no other pushes out meanwhile."""
-    key, calls = request.state.key, state.calls
-    calls.check_limits(key)
-    calls.begin(key)
-    try:
+    state: VideoState, request: Request, kind: type[Call]
+) -> AsyncIterator[tuple[Call, VideoRecord]]:
+    """A call that waits for its job, and the completed job, which no other pushes out meanwhile."""
+    with state.enter(request) as place:
+        call = await read_call(request, kind, state.config.max_body_bytes, place.body)
+        place.body.release()
         record = await state.create(request, call, True)
         with state.jobs.store.pinned(record.id):
             ended = await _waited(state, request, record)
             if ended.error is not None:
                 raise _failure(ended.error)
-            yield ended
-    finally:
-        calls.end(key)
+            yield call, ended
 
 
 async def _waited(state: VideoState, request: Request, record: VideoRecord) -> VideoRecord:
@@ -235,7 +237,7 @@ async def _picture(jobs: VideoJobs, record: VideoRecord) -> Response:
 
 def _page(state: VideoState, request: Request) -> VideoList:
     """The caller's jobs, newest first unless they are to be in order."""
-    query, owner = request.query_params, state.owner(request)
+    query, owner = request.query_params, request.state.account
     records = [record for record in state.jobs.store if record.owner == owner]
     if _one_of("order", query.get("order", "desc"), ("asc", "desc")) == "desc":
         records.reverse()

@@ -18,6 +18,7 @@ from tokenmill import __version__
 from tokenmill.api.access import Calls
 from tokenmill.api.jobs.job_app import add_job_workers, add_model, base_app
 from tokenmill.api.jobs.job_server import OnListening, Service, serve_jobs
+from tokenmill.api.keys import Keys
 from tokenmill.api.telemetry.job_dashboard import JobsView
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
@@ -27,6 +28,7 @@ from tokenmill.api.videos.video_request import VideoPreparer
 from tokenmill.api.videos.video_routes import VideoState, add_videos
 from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import PoolConfig, ServerConfig
+from tokenmill.core.keys.run_folder import key_salt
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.video import VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
@@ -56,22 +58,23 @@ def serve_videos(
     """
     folder = Path(videos.video_dir or DEFAULT_FOLDER).expanduser()
     with contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store:
-        make_service = partial(make_video_service, store, config, videos, model)
+        make_service = partial(make_video_service, store, videos, model)
         serve_jobs(
-            worker_argv, config, pool, make_service, on_listening, num_ranks, max_per_worker=1
+            *(worker_argv, config, pool, make_service, on_listening, num_ranks, key_salt(folder)),
+            max_per_worker=1,
         )
 
 
 async def make_video_service(
     store: VideoStore,
-    config: ServerConfig,
     videos: VideoServerConfig,
     model: str,
+    keys: Keys,
     client: JobPool,
 ) -> Service:
     """The service of a started pool, which has taken the jobs of the server before."""
     facts = client.facts
-    state = video_state(client, store, config, videos, model, facts)
+    state = video_state(client, store, keys, videos, model, facts)
     app = create_app(client, state, facts)
     await resume(state.jobs, model)
     return Service(app, state.metrics, state.calls, running(state.jobs))
@@ -98,7 +101,7 @@ async def running(jobs: VideoJobs) -> AsyncIterator[None]:
 def video_state(
     client: JobPool,
     store: VideoStore,
-    config: ServerConfig,
+    keys: Keys,
     videos: VideoServerConfig,
     model: str,
     facts: dict[str, Any],
@@ -109,23 +112,22 @@ def video_state(
     spec = msgspec.convert(facts["spec"], WanSpec)
     parallel = msgspec.convert(facts["parallel"], VideoParallel)
     preparer = VideoPreparer(spec, tokenizer, videos, parallel)
-    per_key = config.max_concurrency_per_key
+    per_key = keys.config.max_concurrency_per_key
     jobs = VideoJobs(client, store, metrics, videos.max_video_jobs, per_key)
-    return VideoState(config, model, metrics, Calls(config), jobs, preparer)
+    return VideoState(keys, model, metrics, Calls(keys.config), jobs, preparer)
 
 
 def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
     """The app over workers that were started."""
-    needs_key = bool(state.config.api_keys)
-    document = partial(video_document, __version__, state.model, needs_key)
+    document = partial(video_document, __version__, state.model, state.keys.ring.is_needed)
 
     async def metrics() -> bytes:
         return state.metrics.exposition(client.view(), client.num_restarts, client.num_migrations)
 
-    app = base_app(client, state.calls, document, metrics)
+    app = base_app(client, state.keys, state.calls, document, metrics)
     add_videos(app, state)
-    add_model(app, state.config, state.model, TEXT_TOKENS)
-    add_job_workers(app, state.config, client, lambda: _workers_view(client, state))
+    add_model(app, state.keys, state.model, TEXT_TOKENS)
+    add_job_workers(app, state.keys, client, lambda: _workers_view(client, state))
     add_video_page(app, client, state, facts)
     return app
 

@@ -56,6 +56,7 @@ class Exchange:
     keep_text: bool
     done: asyncio.Future[None]
     on_first: Callable[[], None] | None = None  # called inside the read of the first output
+    take: Callable[[bytes], None] | None = None  # gets the body of an answer that is no chunk
     scanner: SseScanner = field(default_factory=SseScanner)
     body: bytearray = field(default_factory=bytearray)
     texts: list[str] = field(default_factory=list)
@@ -127,6 +128,8 @@ class Exchange:
             record.saw_done = self.is_complete
             if not self.is_complete and record.finish_reason is None:
                 self.fail(DROPPED, f"the stream ended after {record.num_outputs} outputs")
+        elif self.take is not None:
+            self.take(bytes(self.body))
         else:
             self._take_body(now_ns)
         self.close(now_ns)
@@ -225,22 +228,33 @@ class Client:
         self._idle: list[Connection] = []
 
     async def call(
-        self, record: Record, body: bytes, on_first: Callable[[], None] | None = None
+        self,
+        record: Record,
+        body: bytes,
+        on_first: Callable[[], None] | None = None,
+        take: Callable[[bytes], None] | None = None,
     ) -> Record:
         """Send one request and wait for its end; what went wrong is in the record."""
         payload = self._head + b"%d\r\n\r\n" % len(body) + body
-        connection = await self._attempt(record, payload, self._take_idle(), on_first)
+        target = self._target
+
+        def exchange() -> Exchange:
+            done = asyncio.get_running_loop().create_future()
+            return Exchange(record, target.stream, target.keep_text, done, on_first, take)
+
+        connection = await self._attempt(exchange(), payload, self._take_idle())
         if connection is not None and self._went_stale(record, connection):
             record.error, record.detail, record.retried = None, "", True
-            await self._attempt(record, payload, None, on_first)
+            await self._attempt(exchange(), payload, None)
         return record
 
-    async def open(self, count: int) -> None:
-        """Open connections ahead; a failure is reported by the request that needs it."""
+    async def open(self, count: int) -> list[BaseException]:
+        """Open connections ahead; a failure is also reported by the request that needs it."""
         opened = await asyncio.gather(
             *(self._connect() for _ in range(count)), return_exceptions=True
         )
         self._idle += [c for c in opened if isinstance(c, Connection)]
+        return [error for error in opened if isinstance(error, BaseException)]
 
     def close(self) -> None:
         for connection in self._idle:
@@ -252,39 +266,27 @@ class Client:
         return record.error == DROPPED and connection.is_used and not connection.got_bytes
 
     async def _attempt(
-        self,
-        record: Record,
-        payload: bytes,
-        connection: Connection | None,
-        on_first: Callable[[], None] | None,
+        self, exchange: Exchange, payload: bytes, connection: Connection | None
     ) -> Connection | None:
         if connection is None:
             try:
                 async with asyncio.timeout(self._target.timeout_s):
                     connection = await self._connect()
             except (OSError, TimeoutError) as error:
-                record.error, record.detail = CONNECT, str(error) or "timed out"
-                record.end_ns = time.monotonic_ns()
+                exchange.fail(CONNECT, str(error) or "timed out")
+                exchange.record.end_ns = time.monotonic_ns()
                 return None
-        await self._exchange(record, payload, connection, on_first)
+        await self._exchange(exchange, payload, connection)
         if connection.is_open:
             self._idle.append(connection)
         return connection
 
-    async def _exchange(
-        self,
-        record: Record,
-        payload: bytes,
-        connection: Connection,
-        on_first: Callable[[], None] | None,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        done, target = loop.create_future(), self._target
-        exchange = Exchange(record, target.stream, target.keep_text, done, on_first)
+    async def _exchange(self, exchange: Exchange, payload: bytes, connection: Connection) -> None:
         connection.send(payload, exchange)
+        loop = asyncio.get_running_loop()
         timer = loop.call_later(self._target.timeout_s, connection.time_out)
         try:
-            await done
+            await exchange.done
         except asyncio.CancelledError:
             exchange.fail(CANCELLED)
             connection.exchange = None

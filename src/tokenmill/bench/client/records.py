@@ -195,6 +195,7 @@ def request_body(
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """One JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.writelines(_encode(record) + b"\n" for record in records)
 

@@ -26,14 +26,9 @@ class BenchCommand:
 
 
 def bench_commands() -> dict[str, BenchCommand]:
-    """All commands by name; without typer, those whose modules do not import it."""
+    """All commands by name."""
     found: dict[str, BenchCommand] = {}
     for module in iter_modules(__path__):
-        try:
-            declared = import_module(f"{__name__}.{module.name}").COMMANDS
-        except ModuleNotFoundError as error:
-            if error.name != "typer":
-                raise
-        else:
-            found |= {command.name: command for command in declared}
+        declared = import_module(f"{__name__}.{module.name}").COMMANDS
+        found |= {command.name: command for command in declared}
     return found

@@ -33,8 +33,7 @@ from tokenmill.settings.commands import CAMPAIGN
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.datasets import Dataset
-    from tokenmill.bench.mlperf.disclosure import Disclosure
-    from tokenmill.bench.mlperf.endpoints_submission import MeasuredPoint
+    from tokenmill.bench.mlperf.endpoints_submission import Disclosure, MeasuredPoint
 
 QUICK_S = 5.0  # of a point up to 32 users; twice as much above
 SEARCH_S = 30.0  # of a point of the search for C_max
@@ -89,20 +88,21 @@ def campaign(settings: Settings) -> None:
     run = Campaign(settings, config)
     with endpoint.terminated_as_interrupted():
         report = run.run()
-    run.write(report)
-    endpoint.conclude(settings, report, print_report)
+    kept = run.write(report)
+    endpoint.conclude(settings, report, print_report, kept)
 
 
 def _write_template(path: Path) -> None:
-    from tokenmill.bench.mlperf.disclosure import template
+    from tokenmill.bench.mlperf.endpoints_submission import TEMPLATE
 
     if path.exists():
         raise BenchError(f"--write-disclosure {path}: the file exists already; give a new name")
     try:
-        path.write_text(template(), encoding="utf-8")
+        path.write_bytes(TEMPLATE.read_bytes())
     except OSError as error:
         raise BenchError(f"--write-disclosure {path}: {error.strerror}") from None
-    console.print_json({"benchmark": "campaign", "written": str(path)})
+    console.note(f"written: {path}")
+    console.print_json({"benchmark": "campaign", "written": str(path)}, wanted=False)
 
 
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
@@ -139,8 +139,7 @@ class Campaign:
         self._measured: list[MeasuredPoint] = []
 
     def _read_disclosure(self) -> Disclosure | None:
-        from tokenmill.bench.mlperf.disclosure import read_disclosure
-        from tokenmill.bench.mlperf.endpoints_submission import check_root
+        from tokenmill.bench.mlperf.endpoints_submission import check_root, read_disclosure
 
         if "disclosure" not in self._settings:
             return None
@@ -212,9 +211,8 @@ class Campaign:
         if not run.interrupted:
             self._measured.append(measured_point(run, point))
         if self._bench.folder is not None:
-            events = self._bench.folder / "events"
-            events.mkdir(exist_ok=True)
-            write_records(events / f"r{concurrency}.jsonl", run.records)
+            name = f"events/r{concurrency}.jsonl"
+            self._bench.folder.write(lambda folder: write_records(folder / name, run.records))
         run.records.clear()  # the next point may have millions of its own
 
     def _reasons(self) -> list[str]:
@@ -262,10 +260,9 @@ class Campaign:
             "submission": None,
         }
 
-    def write(self, report: EndpointReport) -> None:
-        """The submission, and the files of the result, where folders are given."""
+    def write(self, report: EndpointReport) -> bool:
+        """The submission and the result, where folders are given; False if no disk takes it."""
         from tokenmill.bench.report.endpoint_report import PAGE, write_result
-        from tokenmill.bench.report.pictures import pareto_svg
         from tokenmill.bench.results.manifest import make_facts
 
         if self._disclosure is not None and self._measured:
@@ -273,14 +270,13 @@ class Campaign:
         folder = self._bench.folder
         if folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
-            return
-        title = f"{report['model']}: {len(self._points)} points up to {report['max_concurrency']}"
-        svg = pareto_svg(title, self._points, "not a valid submission" + _quick_word(report))
-        (folder / "pareto.svg").write_text(svg, encoding="utf-8")
+            return True
         configuration = report["config"] | report["settings"]
         facts = make_facts("campaign", configuration, self._bench.started_at)
-        write_result(folder, report, None, facts)
-        console.note(f"written: {folder / PAGE}, pareto.svg and events beside it")
+        kept = folder.write(lambda path: write_result(path, report, None, facts))
+        if kept:
+            console.note(f"written: {folder.path / PAGE}, events beside it")
+        return kept
 
     def _write_submission(self, report: EndpointReport) -> SubmissionReport:
         from tokenmill.bench.mlperf import endpoints_submission as files
@@ -299,7 +295,7 @@ class Campaign:
             "prompts": report["prompts"],
             **{key: value for key, value in asdict(self._config).items() if key in _RUN_AS},
         }
-        common = files.Campaign(
+        common = files.CampaignFacts(
             self._disclosure,
             compute_regions(c_max, c_min),
             {point.concurrency: self._seconds(point.concurrency) for point in self._measured},

@@ -11,6 +11,7 @@ import typer
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.workload import BenchError
 from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
 from tokenmill.settings.commands import COMPARE
 
@@ -33,7 +34,7 @@ ROUNDS = (
         "Dollars per GPU and hour of each round; by default what its result says.",
     ),
 )
-PANELS = {"Comparison": (*ROUNDS, *COMPARE, SETTINGS["json-only"])}
+PANELS = {"Comparison": (*ROUNDS, *COMPARE, SETTINGS["json"])}
 SHOWN = 60  # characters of a changed setting
 # Of a sweep only these are printed; the JSON line and the page have all.
 SHORT = (
@@ -63,7 +64,8 @@ def compare(
     tokenmill bench compare before after --gpus 8,16 --price-per-gpu-hour 3
     tokenmill bench compare ours profile_export_aiperf.json --html compare.html
     """
-    from tokenmill.bench.report.comparison_page import check_page, page
+    from tokenmill.bench.report.page import render
+    from tokenmill.bench.report.table_pages import check_page, comparison_page
     from tokenmill.bench.results.comparison import compare as compare_rounds
     from tokenmill.bench.results.reading import read_round
 
@@ -71,17 +73,27 @@ def compare(
         raise SettingsError("a comparison needs two results or more: A B [C...]")
     html = Path(settings.get("html")).expanduser() if "html" in settings else None
     if html:
-        check_page(html)
+        check_page("html", html)
     read = [read_round(path.expanduser()) for path in rounds]
     for key in ("gpus", "price-per-gpu-hour"):
         set_for_each(read, key, settings)
     report = compare_rounds(read, settings.get("noise"))
     if html:
-        html.write_text(page(report, DRIFT), encoding="utf-8")
+        html.write_text(render(comparison_page(report, DRIFT)), encoding="utf-8")
         console.note(f"written: {html}")
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
+    if "fail-on" in settings:
+        _fail_on_worse(report)
+
+
+def _fail_on_worse(report: CompareReport) -> None:
+    from tokenmill.bench.results.comparison import BETTER, NOISE
+
+    for one in report["comparisons"]:
+        if not one["verdict"].startswith((BETTER, NOISE)):
+            raise BenchError(f"--fail-on worse: {one['other']} against A: {one['verdict']}")
 
 
 def set_for_each(rounds: Sequence[Round], key: str, settings: Settings) -> None:

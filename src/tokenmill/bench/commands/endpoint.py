@@ -77,7 +77,7 @@ PANELS = {
         SETTINGS["trace-block-tokens"],
         SEED,
     ),
-    "Report": (*ENDPOINT_REPORT, SETTINGS["json-only"]),
+    "Report": (*ENDPOINT_REPORT, SETTINGS["json"]),
 }
 CLASHES = (
     ("rate", "concurrency"),
@@ -110,33 +110,58 @@ def endpoint(settings: Settings) -> None:
     bench = EndpointBench(settings, config)
     with terminated_as_interrupted():
         report = bench.run()
-    bench.write(report)
-    conclude(settings, report, print_report)
+    kept = bench.write(report)
+    conclude(settings, report, print_report, kept)
 
 
 def conclude(
-    settings: Settings, report: EndpointReport, print_report: Callable[[EndpointReport], None]
+    settings: Settings,
+    report: EndpointReport,
+    print_report: Callable[[EndpointReport], None],
+    kept: bool,
 ) -> None:
-    """Print a report, then say if it was interrupted, or too few requests were answered."""
-    if not settings.get("json-only"):
+    """Print a report, then say if it was interrupted, not kept, or too few requests succeeded."""
+    if not settings.get("json"):
         print_report(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
     if report["interrupted"]:
         raise KeyboardInterrupt
     if not any(point["num_completed"] for point in report["points"]):
         raise BenchError(f"no request was answered: {first_error(report['points'])}")
     if too_many := failed_too_often(report):
         raise BenchError(too_many)
+    if too_few := below_goodput(report):
+        raise BenchError(too_few)
+    if not kept:
+        raise BenchError("--output-dir: the result above was not kept")
+
+
+def _counted(report: EndpointReport) -> list[PointReport]:
+    """The points that decide on the exit status: of a search only the load that it found."""
+    if search := report.get("saturation"):
+        return [p for p in report["points"] if p[search["by"]] == search["found"]]
+    return report["points"]
+
+
+def below_goodput(report: EndpointReport) -> str:
+    """The worst point of those below --fail-below-goodput, in a sentence."""
+    least = report["config"].get("fail_below_goodput")
+    points = [p for p in _counted(report) if "goodput" in p]
+    if least is None or not points:
+        return ""
+    worst = min(points, key=lambda point: point["goodput"]["good_share"])
+    share = worst["goodput"]["good_share"]
+    if share >= least:
+        return ""
+    return (
+        f"{share:.1%} of the requests at {worst['load']} were within --goodput, less than "
+        f"--fail-below-goodput {least:g}"
+    )
 
 
 def failed_too_often(report: EndpointReport) -> str:
-    """The worst point of those that failed more often than allowed, in a sentence.
-
-    A search tries loads that are too much for the server: only the load that it found counts.
-    """
-    points, most = report["points"], report["config"]["max_error_rate"]
-    if search := report.get("saturation"):
-        points = [p for p in points if p[search["by"]] == search["found"]]
+    """The worst point of those that failed more often than allowed, in a sentence."""
+    points, most = _counted(report), report["config"]["max_error_rate"]
     if not points:
         return ""
     worst = max(points, key=_failed_share)
@@ -174,6 +199,8 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
             raise SettingsError(f"--{one} and --{other} do not go together: leave one out")
     if (config.gpus is None) != (config.price_per_gpu_hour is None):
         raise SettingsError("a price needs both --gpus and --price-per-gpu-hour")
+    if config.fail_below_goodput is not None and not config.goodput:
+        raise SettingsError("--fail-below-goodput needs the limits of --goodput")
     if config.turns > 1 and config.api != "chat":
         raise SettingsError("--turns are turns of a chat: they need --api chat")
     if config.images and config.api != "chat":
@@ -192,7 +219,8 @@ class EndpointBench:
     ) -> None:
         from tokenmill.bench.client.scrape import Scraper, metrics_url
         from tokenmill.bench.client.summary import Price, parse_slo
-        from tokenmill.bench.results.manifest import public, result_folder, utc_now
+        from tokenmill.bench.report.result_folder import ResultFolder
+        from tokenmill.bench.results.manifest import public, utc_now
 
         self._config = config
         self._settings = public(other_settings(settings, config))
@@ -201,7 +229,7 @@ class EndpointBench:
         self._price = None
         if config.gpus and config.price_per_gpu_hour is not None:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
-        self.folder = result_folder(config.output_dir) if config.output_dir else None
+        self.folder = ResultFolder(config.output_dir) if config.output_dir else None
         self._count = token_counter(config.tokenizer)
         dataset = dataset or make_dataset(settings, config)
         self._prompts = PromptSource.of(settings, config, dataset, self._count)
@@ -263,19 +291,21 @@ class EndpointBench:
         note_differences(self._points)
         return hit_sentences(self._points)
 
-    def write(self, report: EndpointReport) -> None:
-        """Write the files of the result, if --output-dir is given."""
+    def write(self, report: EndpointReport) -> bool:
+        """Write the files of the result, if --output-dir is given; False if no disk takes them."""
         if self.folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
-            return
+            return True
         from tokenmill.bench.report.endpoint_report import PAGE, write_result
         from tokenmill.bench.results.manifest import make_facts
 
         records = [record for run in self._runs for record in run.records]
         configuration = report["config"] | report["settings"]
         facts = make_facts("endpoint", configuration, self.started_at)
-        write_result(self.folder, report, records, facts)
-        console.note(f"written: {self.folder / PAGE}, {len(records)} events beside it")
+        kept = self.folder.write(lambda folder: write_result(folder, report, records, facts))
+        if kept:
+            console.note(f"written: {self.folder.path / PAGE}, {len(records)} events beside it")
+        return kept
 
     @property
     def last_run(self) -> Run:
@@ -373,7 +403,7 @@ def other_settings(settings: Settings, config: EndpointConfig) -> dict[str, Any]
     if not (config.prompts or config.trace or "lengths" in settings):
         held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
     given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
-    return held | {key: value for key, value in given.items() if key != "json-only"}
+    return held | {key: value for key, value in given.items() if key != "json"}
 
 
 def print_report(report: EndpointReport) -> None:

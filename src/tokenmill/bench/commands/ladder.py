@@ -12,7 +12,6 @@ from tokenmill import console
 from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
-from tokenmill.bench.report.pictures import check_plot, write_plot
 from tokenmill.bench.results.reports import (
     CellReport,
     LadderReport,
@@ -143,7 +142,7 @@ def _add_figures(
     row["mbu"] = figures["mbu"]
 
 
-NOT_OFFERED = CHANGED | {"cell", "peers", "skip-peer"}
+NOT_OFFERED = CHANGED | {"cell"}
 BENCHMARK = {
     panel: tuple(s for s in group if s.key not in NOT_OFFERED)
     for panel, group in throughput.PANELS.items()
@@ -164,23 +163,26 @@ def ladder(settings: Settings) -> None:
     --lengths llama3.1-8b --output-len 128 --num-prompts 2000 --gpu-price 2.5
     tokenmill bench ladder --rungs overlap,fp8
     """
+    from tokenmill.bench.report.page import render
+    from tokenmill.bench.report.table_pages import check_page, ladder_page
+
     throughput.check_flags(settings)
     names = (settings.get("rungs") or "").split(",")
     rungs = choose([name.strip() for name in names if name.strip()])
     plot = Path(settings.get("plot")) if "plot" in settings else None
     if plot:
-        check_plot(plot)
+        check_page("plot", plot)
     model = settings.build(ModelConfig)
     make_cells(settings.build(BenchConfig, cells=("batch",)))  # wrong lengths end here
     path = throughput.model_path(model)
     device, features = _device(model, path)
-    values = settings.values | {"model": str(path), "device": device, "json-only": True}
+    values = settings.values | {"model": str(path), "device": device, "json": True}
     attempts = _climb(rungs, values, device, features)
     rows = ladder_rows(attempts, settings.get("gpu-price"))
     title = f"{model.model} on {device}, {_workload(settings)}"
     if plot:
-        write_plot(plot, title, rows)
-    if not settings.get("json-only"):
+        plot.write_text(render(ladder_page(title, rows)), encoding="utf-8")
+    if not settings.get("json"):
         _print(title, rows, device, settings.get("gpu-price"))
     report: LadderReport = {
         "benchmark": "ladder",
@@ -190,7 +192,7 @@ def ladder(settings: Settings) -> None:
         "usd_per_hour": settings.get("gpu-price"),
         "rungs": rows,
     }
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
     if failed := [attempt.rung.name for attempt in attempts if attempt.error]:
         raise BenchError(f"{len(failed)} of {len(attempts)} rungs failed: {', '.join(failed)}")
 
@@ -225,7 +227,7 @@ def _attempt(rung: Rung, values: Values, device: str, features: frozenset[str]) 
         return Attempt(rung, skipped=reason)
     console.note(f"Rung: {rung.name}")
     switched = settings_of(rung, device, features)
-    idle = () if "mtp" in switched else ("draft", "mtp-relaxed")
+    idle = () if "mtp" in switched else ("draft",)
     kept = {key: value for key, value in values.items() if key not in idle}
     return run_rung(rung, _command(kept | switched))
 

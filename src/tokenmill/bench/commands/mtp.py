@@ -32,7 +32,7 @@ OURS = ("mtp", "mtp-adaptive", "prefix-cache")  # what the benchmark itself deci
 PANELS = {
     "Benchmark": (
         *MTP,
-        *(SETTINGS[key] for key in ("num-prompts", "output-len", "rounds", "json-only")),
+        *(SETTINGS[key] for key in ("num-prompts", "output-len", "rounds", "json")),
     ),
     "Model": MODEL,
     "KV cache": tuple(s for s in CACHE if s.key not in OURS),
@@ -89,7 +89,7 @@ def mtp(settings: Settings) -> None:
     shares = {kind: set_shares(runs) for kind, runs in sets.items()}
     drafting = {depth: by_depth[depth] for depth in map(str, depths)}
     best = max(drafting, key=lambda depth: drafting[depth]["speedup"])
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(by_depth, batch, built.device)
         if len(kinds) > 1:
             _print_shares(shares)

@@ -15,7 +15,7 @@ FIGURES = (
     here("gpus", "GPUs that give them."),
     here("price-per-gpu-hour", "Dollars per GPU and hour."),
 )
-PANELS = {"Price": (*FIGURES, SETTINGS["json-only"])}
+PANELS = {"Price": (*FIGURES, SETTINGS["json"])}
 
 
 def price(settings: Settings) -> None:
@@ -39,9 +39,9 @@ def price(settings: Settings) -> None:
         "output_tok_s_gpu": round(tok_s / gpus, 5),
         "usd_per_million_output": round(usd_per_million_tokens(per_hour, tok_s), 5),
     }
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def _given(settings: Settings, setting: Setting) -> Any:

@@ -30,9 +30,10 @@ ROWS = (
     _any("round", "Only this round, such as v6.0."),
     _any("submitter", "Only submitters whose name has this."),
 )
-PANELS = {"Table": (*ROWS, *PUBLISHED, SETTINGS["gpus"], SETTINGS["json-only"])}
+PANELS = {"Table": (*ROWS, *PUBLISHED, SETTINGS["gpus"], SETTINGS["json"])}
 FILTERS = ("round", "accelerator", "submitter")
 NUMBER_COLUMNS, SYSTEM_WIDTH = 4, 48
+NARROW_COLUMNS, NARROW_WIDTH = (0, 1, 3, 4, 6, 7), 22  # on a narrower terminal
 
 
 def published(settings: Settings) -> None:
@@ -72,10 +73,10 @@ def published(settings: Settings) -> None:
     }
     if ours := _ours(settings, mine, entries[0]):
         report["placed"] = place(entries, ours)
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report, entries, settings.get("limit"))
         console.out.print(NOTE)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def _result(settings: Settings) -> Round | None:
@@ -105,7 +106,7 @@ def _ours(settings: Settings, mine: Round | None, entry: Entry) -> Ours | None:
 
 def _print_overview(settings: Settings, found: dict[str, dict[str, int]]) -> None:
     scenarios = sorted({name for counts in found.values() for name in counts})
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         rows = [["benchmark", *scenarios]]
         rows += [
             [name, *(str(counts.get(scenario, "-")) for scenario in scenarios)]
@@ -113,7 +114,7 @@ def _print_overview(settings: Settings, found: dict[str, dict[str, int]]) -> Non
         ]
         console.print_table(rows)
         console.out.print("published rows of each; --benchmark NAME --scenario NAME lists them")
-    console.print_json({"benchmark": "published", "rows": found})
+    console.print_json({"benchmark": "published", "rows": found}, settings.get("json"))
 
 
 def _print(report: PublishedReport, entries: Sequence[Entry], limit: int) -> None:
@@ -168,14 +169,21 @@ def _number(value: float | None) -> str:
 
 
 def _print_rows(rows: Sequence[Sequence[str]]) -> None:
-    """Numbers to the right, texts to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Numbers to the right, texts to the left; fewer columns on a terminal that is narrower."""
+    num_numbers, widths = NUMBER_COLUMNS, _widths(rows)
+    if console.out.is_terminal and sum(widths) + 2 * len(widths) > console.out.width:
+        rows = [[row[i][:NARROW_WIDTH] for i in NARROW_COLUMNS] for row in rows]
+        num_numbers, widths = NARROW_COLUMNS.index(NUMBER_COLUMNS), _widths(rows)
     for row in rows:
         cells = [
-            cell.rjust(width) if index < NUMBER_COLUMNS else cell.ljust(width)
+            cell.rjust(width) if index < num_numbers else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         console.out.print("  ".join(cells).rstrip(), markup=False)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 COMMANDS = (BenchCommand("published", published, PANELS),)

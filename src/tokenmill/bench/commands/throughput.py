@@ -6,7 +6,7 @@ import gc
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmill import console
 from tokenmill.bench import offline as bench
@@ -40,11 +40,10 @@ from tokenmill.settings import (
 )
 
 if TYPE_CHECKING:
-    from tokenmill.bench.peers import Lineup
     from tokenmill.engine.build import BuiltEngine
 
 PANELS = {
-    "Benchmark": (*BENCH, SETTINGS["json-only"]),
+    "Benchmark": (*BENCH, SETTINGS["json"]),
     "Model": MODEL,
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
@@ -52,7 +51,7 @@ PANELS = {
     "Ranks": PARALLEL,
 }
 SHAPES = Path(bench.__file__).parent / "shapes"
-NOT_WITH_LENGTHS = ("cell", "input-len", "bench-seed", "peers", "skip-peer")
+NOT_WITH_LENGTHS = ("cell", "input-len", "bench-seed")
 
 
 def throughput(settings: Settings) -> None:
@@ -70,7 +69,6 @@ def throughput(settings: Settings) -> None:
 
     tokenmill bench throughput
     tokenmill bench throughput --dtype fp32 --cell single --rounds 5
-    tokenmill bench throughput --peers    other engines as well, in turns
     tokenmill bench throughput --model llama3.1-8b --random-weights --device cuda
     --lengths llama3.1-8b --output-len 128 --num-prompts 2000 --dtype fp8
     tokenmill bench throughput --model qwen3-0.6b --random-weights --lengths uniform:100-1024
@@ -82,15 +80,9 @@ def throughput(settings: Settings) -> None:
     cells = make_cells(config)
     num_threads = settings.build(ModelConfig).num_threads or os.cpu_count() or 1
     built, setup = build(settings, config, cells)
-    lineup = _start_peers(config, built, num_threads)
-    try:
-        contestants: list[Any] = [bench.OurEngine(built.engine)]
-        contestants += lineup.running if lineup else []
-        with console.progress("Benchmark runs") as update:
-            measured = bench.measure(contestants, cells, config, built.spec.vocab_size, update)
-    finally:
-        if lineup:
-            lineup.close()
+    with console.progress("Benchmark runs") as update:
+        engine = bench.OurEngine(built.engine)
+        measured = bench.measure(engine, cells, config, built.spec.vocab_size, update)
     # Before the buffers of the next measurement.
     peaks = bench.peak_rss_mib(), peak_memory_mib(built.device)
     console.note("Measuring the machine")
@@ -98,15 +90,15 @@ def throughput(settings: Settings) -> None:
     parallel = settings.build(ParallelConfig)
     if built.device == "cuda":
         machine = machine.times(parallel.num_ranks)
-    report = throughput_report(cells, measured, machine, built, setup, lineup, peaks)
+    report = throughput_report(cells, measured, machine, built, setup, peaks)
     if parallel.num_ranks > 1:
         report["ranks"] = ranks_report(parallel)
     if graphs := report.get("cuda_graphs"):
         for warning in graphs["warnings"]:
             console.note(f"warning: {warning}")
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         print_throughput(cells, report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def check_flags(settings: Settings) -> None:
@@ -206,15 +198,6 @@ def _check_context(cells: list[Cell], built: BuiltEngine) -> None:
                 f"cell {cell.name} needs {cell.longest} tokens, but the model's context is "
                 f"{limit}; {advice}"
             )
-
-
-def _start_peers(config: BenchConfig, built: BuiltEngine, num_threads: int) -> Lineup | None:
-    if not config.peers:
-        return None
-    from tokenmill.bench.peers import start_peers
-
-    console.note("Loading the peers")
-    return start_peers(built.path, num_threads, config.skip_peers)
 
 
 COMMANDS = (BenchCommand("throughput", throughput, PANELS),)

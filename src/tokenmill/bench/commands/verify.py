@@ -13,7 +13,7 @@ from tokenmill.bench.results.manifest import verify as check
 from tokenmill.bench.workload import BenchError
 from tokenmill.settings import SETTINGS, Settings
 
-PANELS = {"Report": (SETTINGS["json-only"],)}
+PANELS = {"Report": (SETTINGS["json"],)}
 BROKEN: tuple[Literal["changed", "missing", "extra"], ...] = ("changed", "missing", "extra")
 
 
@@ -30,14 +30,14 @@ def verify(
     """
     report = check(folder)
     broken = {key: report[key] for key in BROKEN}
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         for label, names in broken.items():
             for name in names:
                 console.out.print(f"{label}: {name}", markup=False)
         if report["ok"]:
             text = f"{folder}: all {report['num_files']} files are as the run wrote them"
             console.out.print(text, markup=False)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
     if not report["ok"]:
         counts = ", ".join(f"{len(names)} {label}" for label, names in broken.items())
         raise BenchError(f"{folder} is not as the run wrote it: {counts}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenmill.video.measure import VideoTimes
     from tokenmill.video.pipeline import Pipeline
 
-KEYS = ("num-videos", "measured-steps", "gpu-price", "json-only")
+KEYS = ("num-videos", "measured-steps", "gpu-price", "json")
 UNUSED = {"fps", "latent"}
 PANELS = {
     "Benchmark": tuple(SETTINGS[key] for key in KEYS),
@@ -76,9 +76,9 @@ def video(settings: Settings) -> None:
         "peak_memory_mib": peak_memory_mib(pipeline.device.type),
         "software": machine.software,
     }
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def _request(settings: Settings, spec: WanSpec) -> Request:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.mlperf.presets import TOKENS_SHARE, Preset
-from tokenmill.bench.results.mlperf_reports import GateReport
+from tokenmill.bench.results.mlperf_reports import Fields, GateReport
 from tokenmill.bench.workload import BenchError
 
 TOKENS = ("tok_input", "input_ids", "prompt_token_ids", "input_tokens")
@@ -46,7 +46,7 @@ Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """One sample of a dataset; `token_ids` are of the benchmark's own tokenizer."""
 
     text: str | None
@@ -56,7 +56,7 @@ class Row:
     image: str = ""  # a file, or a data: URL
 
 
-def read_dataset(path: Path) -> list[Row]:
+def read_dataset(path: Path) -> list[DatasetRow]:
     """Rows of JSON lines or of a JSON file: a list of objects, or columns as pandas writes them."""
     if path.suffix not in (".json", ".jsonl"):
         raise BenchError(f"{path}: {_refusal(path)}")
@@ -81,7 +81,7 @@ def _refusal(path: Path) -> str:
     return f"{why or 'is not JSON'}; where you trust it, convert it: import pandas; {call}"
 
 
-def check_targets(rows: Sequence[Row]) -> None:
+def check_targets(rows: Sequence[DatasetRow]) -> None:
     """Every row must have something to compare its answer with."""
     for number, row in enumerate(rows):
         if row.target is None:
@@ -100,7 +100,7 @@ def _records(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
 
 
-def _row(record: Any, where: str) -> Row:
+def _row(record: Any, where: str) -> DatasetRow:
     if not isinstance(record, dict):
         raise BenchError(f"{where}: expected an object")
     tokens, text, target = (_first(record, names) for names in (TOKENS, TEXTS, TARGETS))
@@ -110,7 +110,7 @@ def _row(record: Any, where: str) -> Row:
         text = _instructed(str(instruction), str(text))
     kind = str(_first(record, KINDS) or "").lower()
     image = str(_first(record, IMAGES) or "")
-    return Row(text, tokens, None if target is None else str(target), kind, image)
+    return DatasetRow(text, tokens, None if target is None else str(target), kind, image)
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -123,7 +123,7 @@ def _instructed(instruction: str, text: str) -> str:
     return f"{instruction}\n\n{text}"
 
 
-def prompts(rows: Sequence[Row], encode: Encode, decode: Decode) -> list[list[int]]:
+def prompts(rows: Sequence[DatasetRow], encode: Encode, decode: Decode) -> list[list[int]]:
     """Token ids of every row: the file's where they are this tokenizer's, else the text's."""
     first = rows[0]
     own = first.token_ids is not None
@@ -184,7 +184,7 @@ def load_rouge(preset: Preset) -> Rouge | None:
 
 def score(
     preset: Preset,
-    rows: Sequence[Row],
+    rows: Sequence[DatasetRow],
     answers: Sequence[str],
     num_tokens: Sequence[int],
     rouge: Rouge | None,
@@ -353,12 +353,28 @@ def _normal(text: str) -> str:
     return " ".join(text.lower().split()).strip(" .*$`")
 
 
+def score_fields(
+    preset: Preset,
+    rows: Sequence[DatasetRow],
+    answers: Sequence[str],
+    num_tokens: Sequence[int],
+    rouge: Rouge | None,
+) -> Fields:
+    """Scores and gates as a report has them, and why the accuracy is not that of a valid run."""
+    scores = score(preset, rows, answers, num_tokens, rouge)
+    found = gates(preset, scores)
+    fields: Fields = {"accuracy": scores, "accuracy_gates": found}
+    if rouge is not None:
+        fields["sentences_by"] = "punkt" if rouge.trained else "punkt without its English model"
+    return fields | {"reasons": missed_gates(found, scores["num_unscored"])}
+
+
 def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, GateReport]:
     """What the round asks of the benchmark, beside what was reached."""
     found: dict[str, GateReport] = {}
     for name, reference in preset.accuracy.items():
         least = round(preset.accuracy_share * reference, 4)
-        found[name] = {"value": scores[name], "min": least, "passed": scores[name] >= least}
+        found[name] = GateReport(scores[name], least, scores[name] >= least)
     share = scores["gen_num"] / preset.num_samples  # a quick run has fewer
     lengths = {
         "tokens_per_sample": preset.tokens_per_sample,
@@ -367,18 +383,13 @@ def gates(preset: Preset, scores: Mapping[str, float]) -> dict[str, GateReport]:
     for name, wanted in lengths.items():
         if wanted is not None:
             low, high = ((1 + sign * TOKENS_SHARE) * wanted for sign in (-1, 1))
-            found[name] = {
-                "value": scores[name],
-                "min": round(low, 2),
-                "max": round(high, 2),
-                "passed": low <= scores[name] <= high,
-            }
+            passed = low <= scores[name] <= high
+            found[name] = GateReport(scores[name], round(low, 2), passed, round(high, 2))
     return found
 
 
 def missed_gates(found: Mapping[str, GateReport], num_unscored: float | None) -> list[str]:
-    """Why the accuracy is not that of a valid submission."""
-    reasons = [f"{name} misses the accuracy gate" for name in found if not found[name]["passed"]]
+    reasons = [f"{name} misses the accuracy gate" for name in found if not found[name].passed]
     if num_unscored:
         reasons.append(
             f"{num_unscored} answers are programs, which this command does not run: score the full "

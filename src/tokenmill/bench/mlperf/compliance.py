@@ -15,18 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenmill.bench.mlperf.loadgen import ACCURACY, DETAIL, SUMMARY, token_ids
+from tokenmill.bench.mlperf.loadgen import ACCURACY, AUDIT_CONFIG, token_ids
 from tokenmill.bench.mlperf.presets import TOKENS_SHARE
-from tokenmill.bench.mlperf.submission import Layout
+from tokenmill.bench.mlperf.submission import SubmissionLayout, copy_logs
 from tokenmill.bench.workload import BenchError
 
-AUDIT_CONFIG = "audit.config"
-LOG_SEED = 720381539243781796  # that of the official files
-TEST06_SAMPLES = 100
-TEST04_SAMPLES, TEST04_INDEX = 20, 3
 TEST04_FASTER = {"Offline": 0.1, "SingleStream": 0.2}  # by so much a run may be, for noise
-PERFORMANCE_MODE = 2
-NAMES = ("TEST04", "TEST06", "TEST07", "TEST09")
 RESULT_FILES = {
     "TEST04": "verify_performance.txt",
     "TEST06": "verify_accuracy.txt",
@@ -36,7 +30,7 @@ RESULT_FILES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoggedAnswer:
     """What LoadGen logged of one answered query."""
 
     token_ids: list[int]
@@ -52,45 +46,13 @@ class Verdict:
     text: str
 
 
-def audit_config(name: str, num_samples: int) -> str:
-    """The settings that LoadGen takes over for a test of so many samples."""
-    if name == "TEST04":
-        values = {
-            "mode": PERFORMANCE_MODE,
-            "performance_issue_unique": 0,
-            "performance_issue_same": 1,
-            "performance_issue_same_index": min(TEST04_INDEX, num_samples - 1),
-            "min_query_count": min(TEST04_SAMPLES, num_samples),
-        }
-        return _audit_lines(values)
-    values = {
-        "mode": PERFORMANCE_MODE,
-        "accuracy_log_rng_seed": LOG_SEED,
-        "accuracy_log_sampling_target": TEST06_SAMPLES,
-        "min_query_count": TEST06_SAMPLES,
-        "min_duration": 0,
-        "sample_concatenate_permutation": 0,
-    }
-    if name != "TEST06":  # every sample once, all of them logged
-        values |= {
-            "accuracy_log_sampling_target": max(num_samples, 1),
-            "min_query_count": num_samples,
-            "performance_issue_unique": 1,
-        }
-    return _audit_lines(values)
-
-
-def _audit_lines(values: Mapping[str, int]) -> str:
-    return "".join(f"*.*.{key} = {value}\n" for key, value in values.items())
-
-
-def read_log(folder: Path) -> list[Answer]:
+def read_log(folder: Path) -> list[LoggedAnswer]:
     """The answers that LoadGen logged during a compliance run."""
     entries = json.loads((folder / ACCURACY).read_text(encoding="utf-8"))
     if not entries:
         raise BenchError(f"{folder / ACCURACY}: LoadGen logged no answer")
     return [
-        Answer(
+        LoggedAnswer(
             token_ids(bytes.fromhex(entry["data"])),
             token_ids(bytes.fromhex(entry.get("token_data", ""))),
             int(entry["token_count"]),
@@ -100,7 +62,7 @@ def read_log(folder: Path) -> list[Answer]:
 
 
 def verify_consistency(
-    answers: Sequence[Answer], eos_token_ids: Sequence[int], offline: bool
+    answers: Sequence[LoggedAnswer], eos_token_ids: Sequence[int], offline: bool
 ) -> Verdict:
     """TEST06: first tokens as reported, one end token at most, counts that are the lengths."""
     first = all(a.token_ids[: len(a.first_token_ids)] == a.first_token_ids for a in answers)
@@ -139,7 +101,7 @@ def verify_score(scores: Mapping[str, float], least: float) -> Verdict:
     return Verdict(passed, "\n".join(lines) + "\n")
 
 
-def verify_output_length(answers: Sequence[Answer], reference: float) -> Verdict:
+def verify_output_length(answers: Sequence[LoggedAnswer], reference: float) -> Verdict:
     """TEST09: the mean number of output tokens is within a tenth of the reference's."""
     counts = [len(answer.token_ids) for answer in answers]
     mean = sum(counts) / len(counts)
@@ -171,16 +133,13 @@ def verify_same_sample(scenario: str, reference: float, score: float) -> Verdict
     return Verdict(passed, "\n".join(lines) + "\n")
 
 
-def write_result(layout: Layout, name: str, logs: Path, text: str) -> Path:
+def write_result(layout: SubmissionLayout, name: str, logs: Path, text: str) -> Path:
     """The folder of a test in a submission: its verdict, LoadGen's logs and audit.config."""
     folder = layout.scenario_folder / name
-    performance, accuracy = folder / "performance" / "run_1", folder / "accuracy"
-    for made in (performance, accuracy):
-        made.mkdir(parents=True, exist_ok=True)
+    copy_logs(logs, folder / "performance" / "run_1")
+    (folder / "accuracy").mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILES[name]).write_text(text, encoding="utf-8")
-    shutil.copyfile(logs / AUDIT_CONFIG, folder / AUDIT_CONFIG)
-    if (logs / ACCURACY).exists():
-        shutil.copyfile(logs / ACCURACY, accuracy / ACCURACY)
-    for log in (SUMMARY, DETAIL):
-        shutil.copyfile(logs / log, performance / log)
+    for log in (AUDIT_CONFIG, f"accuracy/{ACCURACY}"):
+        if (source := logs / Path(log).name).exists():
+            shutil.copyfile(source, folder / log)
     return folder

@@ -1,10 +1,16 @@
-"""The folder of an MLPerf Endpoints submission, as endpoints-submission-cli 1.5.3 checks it."""
+"""The folder of an MLPerf Endpoints submission, as endpoints-submission-cli 1.5.3 checks it.
+
+disclosure.toml asks for what only the submitter knows: [submission] names the folders, [point] and
+[seeds] fill point.yaml, [system] fills system_desc.json. [point] and [system] may have more keys.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +20,8 @@ from typing import Any
 from tokenmill.bench.client.load_run import Run
 from tokenmill.bench.client.records import Record, write_records
 from tokenmill.bench.client.summary import num_tokens, times_of
-from tokenmill.bench.mlperf.disclosure import Disclosure
 from tokenmill.bench.mlperf.regions import Regions
-from tokenmill.bench.results.mlperf_reports import ResultSummary, SeriesReport, WarmupReport
+from tokenmill.bench.results.mlperf_reports import Fields
 from tokenmill.bench.results.reports import PointReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import NS_PER_MS, percentile, tok_s_user
@@ -24,8 +29,105 @@ from tokenmill.core.metrics import NS_PER_MS, percentile, tok_s_user
 PERCENTILES = (99.9, 99, 97, 95, 90, 80, 75, 50, 25, 10, 5, 1)
 NOT_VALID = "not_a_valid_submission"  # the key, and the name of the file, that says so
 WARMUP_LOG = "warmup_events.jsonl"
+TEMPLATE = Path(__file__).with_name("disclosure.toml")  # every value is left open
+MEASURED = ("max_supported_concurrency", "tps_utilization")  # written by the campaign
+_PLACEHOLDER = re.compile(r"\s*|.*\b(todo|tbd|fixme|placeholder)\b.*|<.*>|\?+|x{3,}", re.I | re.S)
+_FOLDER = re.compile(r"[A-Za-z0-9][\w.\-]*")
+_LINE = re.compile(r'\[+([\w.]+)\]|(\w+) = ""(?:  # (a number))?')
 
-Fields = dict[str, Any]  # of a file whose fields the submitter names
+
+@dataclass(frozen=True, slots=True)
+class Disclosure:
+    """The checked tables."""
+
+    submission: dict[str, Any]
+    point: dict[str, Any]
+    seeds: dict[str, int]
+    system: dict[str, Any]
+
+    @property
+    def src(self) -> Path:
+        return Path(self.submission["src"])
+
+    @property
+    def docs(self) -> Path:
+        return Path(self.submission["docs"])
+
+    @property
+    def power(self) -> Path | None:
+        """system_power.json, where one is given."""
+        return Path(self.submission["power"]) if "power" in self.submission else None
+
+
+def required_values() -> dict[str, dict[str, type]]:
+    """By table what the template asks for: texts and whole numbers."""
+    found: dict[str, dict[str, type]] = {}
+    for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
+        match = _LINE.match(line)
+        if match and match[1]:
+            table = found[match[1]] = {}
+        elif match:
+            table[match[2]] = int if match[3] else str
+    return found
+
+
+def read_disclosure(path: Path) -> Disclosure:
+    """Every required value is there, has its type and is no placeholder; folders exist."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"--disclosure {path}: cannot read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"--disclosure {path}: not a TOML file: {error}") from None
+    where = f"--disclosure {path}"
+    tables = {name: _table(found, name, where) for name in ("submission", "point", "seeds")}
+    system = _table(found, "system", where)
+    nodes = system.get("node_types")
+    if not isinstance(nodes, list) or not nodes:
+        raise BenchError(
+            f"{where}: [[system.node_types]] is missing: give one for each kind of node"
+        )
+    for node in nodes:
+        _check(node, "system.node_types", where)
+    for key in MEASURED:
+        if key in system or key in tables["point"]:
+            raise BenchError(f"{where}: {key} is measured by the campaign: leave it out")
+    for key in ("organization", "submission_id", "system"):
+        if not _FOLDER.fullmatch(tables["submission"][key]):
+            raise BenchError(f"{where}: [submission] {key} must be the name of a folder")
+    disclosure = Disclosure(**tables, system=system)
+    _check_files(disclosure, where)
+    return disclosure
+
+
+def _table(found: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    table = found.get(name)
+    if not isinstance(table, dict):
+        raise BenchError(f"{where}: [{name}] is missing")
+    _check(table, name, where)
+    return table
+
+
+def _check(table: Any, name: str, where: str) -> None:
+    required = required_values()[name]
+    for key in required:
+        if not isinstance(table, dict) or key not in table:
+            raise BenchError(f"{where}: [{name}] {key} is missing")
+    for key, value in table.items():
+        if isinstance(value, str) and _PLACEHOLDER.fullmatch(value):
+            raise BenchError(f"{where}: [{name}] {key} is not filled in yet, it is {value!r}")
+        if key in required and type(value) is not required[key]:
+            kind = "a whole number" if required[key] is int else "a text"
+            raise BenchError(f"{where}: [{name}] {key} must be {kind}, got {value!r}")
+
+
+def _check_files(disclosure: Disclosure, where: str) -> None:
+    if not (disclosure.src / "README.md").is_file():
+        raise BenchError(f"{where}: [submission] src = {disclosure.src}: there is no README.md")
+    if not disclosure.docs.is_dir():
+        raise BenchError(f"{where}: [submission] docs = {disclosure.docs}: no such folder")
+    if disclosure.power is not None and not disclosure.power.is_file():
+        raise BenchError(f"{where}: [submission] power = {disclosure.power}: no such file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +135,8 @@ class MeasuredPoint:
     """What the files of one point are made of."""
 
     concurrency: int
-    result: ResultSummary
-    warmup: WarmupReport
+    result: Fields
+    warmup: Fields
     warmup_records: Sequence[Record]
 
 
@@ -47,7 +149,7 @@ def measured_point(run: Run, point: PointReport) -> MeasuredPoint:
     )
 
 
-def result_summary(records: Sequence[Record], point: PointReport) -> ResultSummary:
+def result_summary(records: Sequence[Record], point: PointReport) -> Fields:
     """The reference client's report; times in ns."""
     whole = [record for record in records if record.error is None]
     times = [times_of(record, stream=True) for record in whole]
@@ -70,7 +172,7 @@ def result_summary(records: Sequence[Record], point: PointReport) -> ResultSumma
     }
 
 
-def _series(values: Sequence[float | None], scale: float = 1.0) -> SeriesReport:
+def _series(values: Sequence[float | None], scale: float = 1.0) -> Fields:
     known = [value * scale for value in values if value is not None]
     if not known:
         return {"total": 0.0, "percentiles": {}}
@@ -86,12 +188,12 @@ def _series(values: Sequence[float | None], scale: float = 1.0) -> SeriesReport:
     }
 
 
-def warmup_of(records: Sequence[Record], slots: int) -> WarmupReport:
+def warmup_of(records: Sequence[Record], slots: int) -> Fields:
     """The declaration of point.yaml, from the records of the warm-up."""
     seconds = 0.0
     if records:
         seconds = (max(r.end_ns for r in records) - min(r.sent_ns for r in records)) / 1e9
-    declared: WarmupReport = {
+    declared: Fields = {
         "duration_s": round(max(seconds, 0.0), 3),
         "requests_issued": len(records),
         "requests_completed": sum(record.error is None for record in records),
@@ -105,7 +207,7 @@ def warmup_of(records: Sequence[Record], slots: int) -> WarmupReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Campaign:
+class CampaignFacts:
     """What the points of one curve have in common."""
 
     disclosure: Disclosure
@@ -124,7 +226,7 @@ class Campaign:
 
 
 def write_submission(
-    folder: Path, campaign: Campaign, points: Sequence[MeasuredPoint]
+    folder: Path, campaign: CampaignFacts, points: Sequence[MeasuredPoint]
 ) -> tuple[Path, list[str]]:
     """(the submission's folder, its files below). An older one there is refused."""
     names = campaign.disclosure.submission
@@ -155,7 +257,9 @@ def _src_name(disclosure: Disclosure) -> str:
     return disclosure.src.resolve().name
 
 
-def _write_point(folder: Path, campaign: Campaign, point: MeasuredPoint, best_tps: float) -> None:
+def _write_point(
+    folder: Path, campaign: CampaignFacts, point: MeasuredPoint, best_tps: float
+) -> None:
     folder.mkdir(parents=True)
     share = point.result["system_tps"] / best_tps if best_tps else 0.0
     system = {
@@ -177,7 +281,7 @@ def _write_point(folder: Path, campaign: Campaign, point: MeasuredPoint, best_tp
         write_records(folder / WARMUP_LOG, list(point.warmup_records))
 
 
-def point_yaml(campaign: Campaign, point: MeasuredPoint) -> Fields:
+def point_yaml(campaign: CampaignFacts, point: MeasuredPoint) -> Fields:
     """The disclosure of one point."""
     disclosure, regions = campaign.disclosure, campaign.regions
     return {

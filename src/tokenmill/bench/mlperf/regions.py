@@ -6,7 +6,7 @@ Rules 1.0, sections 5.3 to 5.5 and 6.2. `compute_regions` is their reference alg
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -109,13 +109,3 @@ def pareto_front(curve: Iterable[tuple[float, float]]) -> list[tuple[float, floa
         if not front or system > front[-1][1]:
             front.append((user, system))
     return front[::-1]
-
-
-def step_line(front: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Corners of the step function: at a speed per user, what the system then does at most."""
-    if not front:
-        return []
-    corners = [(0.0, front[0][1]), front[0]]
-    for (user, _), (next_user, system) in pairwise(front):
-        corners += [(user, system), (next_user, system)]
-    return [*corners, (front[-1][0], 0.0)]

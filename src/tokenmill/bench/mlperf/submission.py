@@ -61,7 +61,7 @@ NO_ACCELERATOR = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SubmissionLayout:
     """Where the parts of a submission are, below one folder."""
 
     root: Path
@@ -93,7 +93,9 @@ class Layout:
         return self.scenario_folder / "accuracy"
 
 
-def write_system(layout: Layout, known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+def write_system(
+    layout: SubmissionLayout, known: Mapping[str, Any]
+) -> tuple[list[str], dict[str, str]]:
     """systems/<system>.json with every required field.
 
     What stands in an earlier one stays, but for what the folder's name says. Returned are the
@@ -162,7 +164,7 @@ def _text(path: Path) -> str:
 
 
 def write_measurements(
-    layout: Layout,
+    layout: SubmissionLayout,
     user_conf: str,
     weights: str,
     dtype: str,
@@ -184,7 +186,7 @@ def write_measurements(
     _write_json(folder / "measurements.json", fields)
 
 
-def write_texts(layout: Layout, notices: list[str], command: str) -> None:
+def write_texts(layout: SubmissionLayout, notices: list[str], command: str) -> None:
     """README.md of the results and of the sources."""
     lines = [f"# {layout.benchmark}, {layout.scenario}", "", *notices, "", "```", command, "```"]
     text = "\n".join(lines) + "\n"
@@ -196,18 +198,16 @@ def write_texts(layout: Layout, notices: list[str], command: str) -> None:
         (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def copy_performance(layout: Layout, logs: Path) -> None:
-    """The two logs of a performance run."""
-    layout.performance.mkdir(parents=True, exist_ok=True)
+def copy_logs(logs: Path, folder: Path) -> None:
+    """LoadGen's two logs of any run."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name in (SUMMARY, DETAIL):
-        shutil.copyfile(logs / name, layout.performance / name)
+        shutil.copyfile(logs / name, folder / name)
 
 
-def copy_accuracy(layout: Layout, logs: Path, scores: Mapping[str, float | None]) -> None:
+def copy_accuracy(layout: SubmissionLayout, logs: Path, scores: Mapping[str, float | None]) -> None:
     """The logs of an accuracy run, the answers truncated, and accuracy.txt with their hash."""
-    layout.accuracy.mkdir(parents=True, exist_ok=True)
-    for name in (SUMMARY, DETAIL):
-        shutil.copyfile(logs / name, layout.accuracy / name)
+    copy_logs(logs, layout.accuracy)
     answers = (logs / ACCURACY).read_bytes()
     (layout.accuracy / ACCURACY).write_bytes(truncated(answers))
     digest = hashlib.sha256(answers).hexdigest()
@@ -215,7 +215,7 @@ def copy_accuracy(layout: Layout, logs: Path, scores: Mapping[str, float | None]
     (layout.accuracy / ACCURACY_TEXT).write_text(text, encoding="utf-8")
 
 
-def copy_answers(layout: Layout, logs: Path) -> Path:
+def copy_answers(layout: SubmissionLayout, logs: Path) -> Path:
     """All answers of an accuracy run, outside the submission: its copy is truncated."""
     name = f"{layout.system}_{layout.benchmark}_{layout.scenario}_{ACCURACY}"
     path = layout.root / "answers" / name
@@ -224,7 +224,7 @@ def copy_answers(layout: Layout, logs: Path) -> Path:
     return path
 
 
-def move_videos(layout: Layout, videos: Path, shown: Sequence[int]) -> Path:
+def move_videos(layout: SubmissionLayout, videos: Path, shown: Sequence[int]) -> Path:
     """Videos of an accuracy run to a folder outside the submission, which has some of them.
 
     `shown` are indices of samples: their mp4 files are copied under that number.

@@ -14,9 +14,19 @@ from tokenmill.bench.client.audit import all_warnings
 from tokenmill.bench.client.records import Record, write_records
 from tokenmill.bench.report import page as html
 from tokenmill.bench.report.charts import in_ms, ms_parts, short
-from tokenmill.bench.report.page import Notice, Page, Section, Tile
+from tokenmill.bench.report.page import (
+    Folded,
+    Grid,
+    Lines,
+    Notice,
+    Part,
+    ReportPage,
+    Section,
+    Table,
+    Tile,
+)
 from tokenmill.bench.report.point_charts import (
-    Point,
+    PointRecords,
     against_load,
     distributions,
     pareto,
@@ -70,10 +80,10 @@ def write_result(
     write_manifest(folder, facts)
 
 
-def endpoint_page(report: EndpointReport, records: Sequence[Record], facts: Facts) -> Page:
+def endpoint_page(report: EndpointReport, records: Sequence[Record], facts: Facts) -> ReportPage:
     """The page of a run: one point in full, or a sweep with its points folded."""
     points = [
-        Point(summary, [r for r in records if r.point == index], report["stream"])
+        PointRecords(summary, [r for r in records if r.point == index], report["stream"])
         for index, summary in enumerate(report["points"])
     ]
     points.sort(key=lambda point: _load_order(point.summary))  # a search goes up and down
@@ -82,7 +92,7 @@ def endpoint_page(report: EndpointReport, records: Sequence[Record], facts: Fact
     if any({"goodput", "price"} & point.keys() for point in report["points"]):
         sections.append(_value_section(report["points"]))
     if any("server" in point for point in report["points"]):
-        table = html.table("By the server's own count", server_table(report["points"]))
+        table = Table("By the server's own count", server_table(report["points"]))
         sections.append(Section("Server", [table], "From its /metrics, during each point."))
     sections += [
         _error_section(report["points"]),
@@ -95,7 +105,7 @@ def endpoint_page(report: EndpointReport, records: Sequence[Record], facts: Fact
             "The machine that sent the requests; the server may run elsewhere.",
         ),
     ]
-    return Page(
+    return ReportPage(
         title=str(report["model"]),
         kind=KINDS[report["benchmark"]],
         chips=_chips(report, facts),
@@ -124,7 +134,9 @@ def _saturation_tiles(report: EndpointReport) -> list[Tile]:
     return [Tile("Highest load", f"{search['found']:g}", unit, search["stopped"])]
 
 
-def _point_sections(points: Sequence[Point], summaries: Sequence[PointReport]) -> Iterator[Section]:
+def _point_sections(
+    points: Sequence[PointRecords], summaries: Sequence[PointReport]
+) -> Iterator[Section]:
     answered = [point for point in points if point.summary["num_completed"]]
     recorded = [point for point in answered if point.whole]
     if len(points) > 1 and answered:
@@ -257,34 +269,32 @@ def _sweep_tiles(points: Sequence[PointReport]) -> list[Tile]:
     return [*tiles, Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good")]
 
 
-def _latency_section(point: Point) -> Section:
-    blocks = [html.table("Latency in milliseconds", latency_table(point.summary))]
-    blocks.append(html.grid([*distributions(point, curves=True)]))
+def _latency_section(point: PointRecords) -> Section:
+    blocks: list[Part] = [Table("Latency in milliseconds", latency_table(point.summary))]
+    blocks.append(Grid([*distributions(point, curves=True)]))
     return Section(
         "Latency", blocks, "Of answered requests. ITL: gaps between outputs of a stream."
     )
 
 
-def _timeline_section(point: Point) -> Section:
-    return Section(
-        "Timeline", [html.grid(list(timelines(point)))], "Seconds from the first request."
-    )
+def _timeline_section(point: PointRecords) -> Section:
+    return Section("Timeline", [Grid(list(timelines(point)))], "Seconds from the first request.")
 
 
-def sweep_section(points: Sequence[Point], summaries: Sequence[PointReport]) -> Section:
+def sweep_section(points: Sequence[PointRecords], summaries: Sequence[PointReport]) -> Section:
     """All points side by side: table, Pareto curve, and each figure against the load."""
     is_campaign = "region" in summaries[0]
-    blocks = [html.table("Points of the sweep", points_table(summaries))]
+    blocks: list[Part] = [Table("Points of the sweep", points_table(summaries))]
     if is_campaign:
-        blocks.insert(0, html.table("Points of the curve", curve_table(summaries), text_columns=2))
+        blocks.insert(0, Table("Points of the curve", curve_table(summaries), (0, 1)))
     streamed = [point.summary for point in points if point.summary.get("tok_s_user")]
     if len(streamed) > 1:
-        blocks.append(html.grid([pareto(streamed)]))
+        blocks.append(Grid([pareto(streamed)]))
     charts = [*against_load([point.summary for point in points]), *sweep_curves(points)]
-    return Section("Curve" if is_campaign else "Sweep", [*blocks, html.grid(charts)])
+    return Section("Curve" if is_campaign else "Sweep", [*blocks, Grid(charts)])
 
 
-def _folded_points(points: Sequence[Point]) -> Section:
+def _folded_points(points: Sequence[PointRecords]) -> Section:
     parts = []
     for point in points:
         figures = point.summary
@@ -292,15 +302,15 @@ def _folded_points(points: Sequence[Point]) -> Section:
         if figures.get("ttft_ms"):
             head += f", TTFT {in_ms(figures['ttft_ms']['p50'])}"
         charts = [*distributions(point, curves=False), *timelines(point)]
-        table = html.table(f"Latency at {figures['load']}", latency_table(figures))
-        parts.append(html.folded(head, [table, html.grid(charts)]))
+        table = Table(f"Latency at {figures['load']}", latency_table(figures))
+        parts.append(Folded(head, [table, Grid(charts)]))
     return Section("Points", parts, "Each with its distributions and its timeline.")
 
 
 def _value_section(points: Sequence[PointReport]) -> Section:
-    blocks = []
+    blocks: list[Part] = []
     if "goodput" in points[0]:
-        blocks.append(html.table("Goodput", _goodput_rows(points), text_columns=2))
+        blocks.append(Table("Goodput", _goodput_rows(points), (0, 1)))
     if "price" in points[0]:
         price = points[0]["price"]
         gpus = "1 GPU" if price["gpus"] == 1 else f"{price['gpus']} GPUs"
@@ -308,7 +318,7 @@ def _value_section(points: Sequence[PointReport]) -> Section:
             f"{gpus} at ${price['usd_per_gpu_hour']:g} per GPU and hour. $/M is the price of a "
             "million tokens; total counts prompt and output tokens."
         )
-        blocks += [html.table("Price", _price_rows(points)), html.paragraph(text)]
+        blocks += [Table("Price", _price_rows(points)), Lines([text])]
     return Section("Goodput and price", blocks)
 
 
@@ -343,7 +353,7 @@ def _usd(value: float | None) -> str:
 
 
 def _error_section(points: Sequence[PointReport]) -> Section:
-    blocks = []
+    blocks: list[Part] = []
     texts: dict[OccurrenceName, tuple[str, str]] = {
         "errors": ("Failed requests", "No request failed."),
         "doubts": ("Doubts", "Nothing puts these figures in doubt."),
@@ -351,30 +361,30 @@ def _error_section(points: Sequence[PointReport]) -> Section:
     for key, (title, none) in texts.items():
         rows = error_table(points, key)
         if len(rows) == 1:
-            blocks.append(html.bullets("good", [none]))
+            blocks.append(Lines([none], "good"))
         else:
-            blocks += [html.heading(title), html.table(title, rows, text_columns=3)]
+            blocks.append(Table(title, rows, (0, 1, 2), heading=True))
     ends: dict[str, int] = {}
     for point in points:
         for name, count in point["finish_reasons"].items():
             ends[name] = ends.get(name, 0) + count
     said = ", ".join(f"{name} {count:,}" for name, count in ends.items())
     if said:
-        blocks.append(html.paragraph(f"Finish reasons: {said}."))
+        blocks.append(Lines([f"Finish reasons: {said}."]))
     for what, counts in (
         ("cut off by the end", [point["num_unfinished"] for point in points]),
         ("sent once more", [point["num_retried"] for point in points]),
     ):
         if count := sum(counts):
-            blocks.append(html.paragraph(f"{count:,} requests were {what}."))
+            blocks.append(Lines([f"{count:,} requests were {what}."]))
     return Section("Errors and doubts", blocks)
 
 
 def _audit_section(points: Sequence[PointReport]) -> Section:
     warnings = all_warnings(points)
-    said = html.bullets("warn", warnings)
+    said = Lines(warnings, "warn")
     if not warnings:
-        said = html.bullets("good", ["No sign that the client was the limit."])
+        said = Lines(["No sign that the client was the limit."], "good")
     rows = [["load", "processes", "CPU of a core", "sent late p50 (ms)"]]
     rows[0] += ["sent late p99 (ms)", "stalls", "longest stall (ms)"]
     for point in points:
@@ -383,7 +393,7 @@ def _audit_section(points: Sequence[PointReport]) -> Section:
         stalls = [f"{audit['num_stalls']:,}", f"{audit['max_stall_ms']:.0f}"]
         share = f"{audit['cpu_share']:.0%}"
         rows.append([point["load"], str(audit["num_processes"]), share, *lag, *stalls])
-    blocks = [said, html.table("The client", rows)]
+    blocks = [said, Table("The client", rows)]
     if alone := points[-1]["audit"]["floor"]:
         text = (
             f"Against a server that answers at once this client does {alone['request_s']:,.0f} "
@@ -394,6 +404,6 @@ def _audit_section(points: Sequence[PointReport]) -> Section:
         text = "What the client does at best was not measured in this run."
     return Section(
         "Client audit",
-        [*blocks, html.paragraph(text)],
+        [*blocks, Lines([text])],
         "Was it the server that was measured, or the client?",
     )

@@ -8,34 +8,30 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec import UNSET
+
 from tokenmill.bench.report import page as html
 from tokenmill.bench.report.charts import (
     GREEN,
-    Html,
+    Chart,
     Mark,
     Series,
-    cumulative,
-    histogram,
+    distribution,
     in_ms,
     ms_parts,
     short,
 )
-from tokenmill.bench.report.page import Notice, Page, Section, Tile
+from tokenmill.bench.report.page import Grid, Notice, Part, ReportPage, Section, Table, Tile
 from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
 from tokenmill.bench.results.manifest import write_manifest
-from tokenmill.bench.results.mlperf_reports import LoadGenLatency, MlperfReport, PeakRun, required
+from tokenmill.bench.results.mlperf_reports import MlperfReport, as_json
 from tokenmill.bench.results.reports import Facts
 from tokenmill.core.metrics import RequestTimes
 
 SUMMARY, PAGE, EVENTS = "summary.json", "report.html", "events.csv"
-LABELS: dict[LoadGenLatency, str] = {
-    "ttft_ms": "TTFT",
-    "tpot_ms": "TPOT",
-    "latency_ms": "End to end",
-}
-LIMITED: dict[str, LoadGenLatency] = {"ttft": "ttft_ms", "tpot": "tpot_ms"}
+LABELS = {"ttft": "TTFT", "tpot": "TPOT", "latency": "End to end"}
 STAMPS = ("arrival_ns", "first_ns", "last_ns", "num_first_tokens", "num_tokens")
-LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
+LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")  # of our stamps, in the order of the labels
 
 
 def write_times(path: Path, times: Iterable[RequestTimes]) -> None:
@@ -62,85 +58,83 @@ def write_result(folder: Path, report: MlperfReport, logs: Path, facts: Facts) -
     times = read_times(logs / EVENTS)
     if times:
         shutil.copyfile(logs / EVENTS, folder / EVENTS)
-    summary = json.dumps(report, indent=2) + "\n"
+    summary = json.dumps(as_json(report), indent=2) + "\n"
     (folder / SUMMARY).write_text(summary, encoding="utf-8")
     (folder / PAGE).write_text(html.render(mlperf_page(report, times, facts)), encoding="utf-8")
     write_manifest(folder, facts)
 
 
-def mlperf_page(report: MlperfReport, times: Sequence[RequestTimes], facts: Facts) -> Page:
+def mlperf_page(report: MlperfReport, times: Sequence[RequestTimes], facts: Facts) -> ReportPage:
     """The page of one run of LoadGen, or of the best of a search."""
     sections = []
-    if report.get("limits_ms"):
-        sections.append(Section("Limits", [html.table("Limits", _limit_rows(report))]))
-    if "metric" in report:
+    if report.limits:
+        sections.append(Section("Limits", [Table("Limits", _limit_rows(report))]))
+    if report.metric is not UNSET:
         sections.append(_latency_section(report, times))
-    if times and report.get("num_output_tokens") == 0:
-        sections.append(Section("Timeline", [_concurrency(times)]))
+    if times and report.num_output_tokens == 0:
+        sections.append(Section("Timeline", [Grid([_concurrency(times)])]))
     elif times:
         intro = "Tokens are spread evenly between the first and the last of an answer."
-        sections.append(Section("Timeline", [html.grid(list(_timelines(times)))], intro))
-    if runs := report.get("runs"):
-        sections.append(_search_section(report, runs))
-    if "accuracy" in report:
+        sections.append(Section("Timeline", [Grid(list(_timelines(times)))], intro))
+    if report.runs:
+        sections.append(_search_section(report))
+    if report.accuracy is not None:
         sections.append(_accuracy_section(report))
     machine = "The machine that ran LoadGen."
     sections += html.facts_sections(facts["configuration"], facts, machine)
-    valid = report["result"] == "VALID"
-    return Page(
-        title=f"{report['mlperf_benchmark']}, {report['scenario']}",
+    valid = report.result == "VALID"
+    return ReportPage(
+        title=report.headline,
         kind="MLPerf Inference by LoadGen",
         chips=_chips(report, facts),
         tiles=_tiles(report),
         sections=sections,
         notices=_notices(report),
-        verdict=("good" if valid else "bad", str(report["result"])),
+        verdict=("good" if valid else "bad", report.verdict),
     )
 
 
 def _chips(report: MlperfReport, facts: Facts) -> list[str]:
-    named = [report.get(key) for key in ("model", "dtype", "device")]
-    rate = [] if report["scenario"] == "Offline" else [f"{report['target_qps']:g} queries/s"]
-    return [*(str(text) for text in named if text), *rate, html.started(facts)]
+    named = [text for text in (report.model, report.dtype, report.device) if text]
+    rate = [] if report.scenario == "Offline" else [f"{report.target_qps:g} queries/s"]
+    return [*named, *rate, html.started(facts)]
 
 
 def _notices(report: MlperfReport) -> list[Notice]:
     found = []
-    if report.get("quick"):
-        found.append(Notice("warn", "Not a valid submission", report["notices"]))
-    elif report["notices"]:
-        found.append(Notice("note", "About this run", report["notices"]))
-    if report["reasons"]:
-        found.append(Notice("bad", "INVALID, because", report["reasons"]))
+    if report.quick:
+        found.append(Notice("warn", "Not a valid submission", report.notices))
+    elif report.notices:
+        found.append(Notice("note", "About this run", report.notices))
+    if report.reasons:
+        found.append(Notice("bad", "INVALID, because", report.reasons))
     return found
 
 
 def _tiles(report: MlperfReport) -> list[Tile]:
     tiles = []
-    if metric := report.get("metric"):
-        tiles.append(Tile("Result", short(metric["value"]), metric["unit"], metric["name"]))
-    if "peak_qps" in report:
-        peak = report["peak_qps"]
+    if metric := report.metric:
+        tiles.append(Tile("Result", short(metric.value), metric.unit, metric.name))
+    if report.runs is not None:
+        peak = report.peak_qps
         tiles.append(Tile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
-    if rate := report.get("samples_per_s"):
+    if rate := report.samples_per_s:
         tiles.append(Tile("Samples", short(rate), "per second"))
-    if seconds := report.get("s_per_video"):
-        price = f"${report['usd_per_video']:,.4f} at ${report['usd_per_hour']:g} an hour"
+    if seconds := report.s_per_video:
+        price = f"${report.usd_per_video:,.4f} at ${report.usd_per_hour:g} an hour"
         tiles.append(Tile("A video", short(seconds), "s", price))
-    percent = f"p{report.get('percentile') or 99}"
-    limits = report.get("limits_ms") or {}
-    for name, key in LIMITED.items():
-        found = (report.get(key) or {}).get(percent)
-        if found is not None:
-            tiles.append(_latency_tile(f"{LABELS[key]}, {percent}", found, limits.get(name)))
-    if "num_queries" in report:
-        num_tokens = report["num_output_tokens"]
+    percent = f"p{report.percentile or 99}"
+    for name, found in report.latencies.items():
+        limit = report.limits.get(name)
+        if percent in found and (name != "latency" or limit is not None):
+            tiles.append(_latency_tile(f"{LABELS[name]}, {percent}", found[percent], limit))
+    if report.num_queries is not None:
+        num_tokens = report.num_output_tokens
         note = f"{num_tokens:,} output tokens" if num_tokens else ""
-        tiles.append(Tile("Queries", f"{report['num_queries']:,}", "answered", note))
-    for name, gate in report.get("accuracy_gates", {}).items():
-        tone: html.Tone = "good" if gate["passed"] else "bad"
-        note = f"required {required(gate)}"
-        tiles.append(Tile(name, f"{gate['value']:,.4f}", "", note, tone))
+        tiles.append(Tile("Queries", f"{report.num_queries:,}", "answered", note))
+    for name, gate in (report.accuracy_gates or {}).items():
+        tone: html.Tone = "good" if gate.passed else "bad"
+        tiles.append(Tile(name, f"{gate.value:,.4f}", "", f"required {gate.required}", tone))
     return tiles
 
 
@@ -153,32 +147,28 @@ def _latency_tile(label: str, found: float, limit: float | None) -> Tile:
 
 def _limit_rows(report: MlperfReport) -> list[list[str]]:
     rows = [["latency", "percentile", "measured", "limit", "share of limit", "met"]]
-    percent = f"p{report['percentile']}"
-    for name, limit in (report["limits_ms"] or {}).items():
-        key = LIMITED[name]
-        found = report[key].get(percent)
-        if found is None:
-            continue
-        figures = [in_ms(found), in_ms(limit), f"{found / limit:,.0%}"]
-        rows.append([LABELS[key], percent, *figures, "yes" if found <= limit else "no"])
+    percent, latencies = f"p{report.percentile}", report.latencies
+    for name, limit in report.limits.items():
+        found = latencies.get(name, {}).get(percent)
+        if found is not None:
+            figures = [in_ms(found), in_ms(limit), f"{found / limit:,.0%}"]
+            rows.append([LABELS[name], percent, *figures, "yes" if found <= limit else "no"])
     return rows
 
 
 def _latency_section(report: MlperfReport, times: Sequence[RequestTimes]) -> Section:
-    blocks = []
-    summaries = {label: report.get(key) or {} for key, label in LABELS.items()}
-    columns = list(dict.fromkeys(key for found in summaries.values() for key in found))
+    blocks: list[Part] = []
+    latencies = report.latencies
+    columns = list(dict.fromkeys(key for found in latencies.values() for key in found))
     rows = [["latency (ms)", *columns]]
-    for label, found in summaries.items():
-        if found:
-            cells = [f"{found[key]:,.2f}" if key in found else "-" for key in columns]
-            rows.append([label, *cells])
+    for name, found in latencies.items():
+        cells = [f"{found[key]:,.2f}" if key in found else "-" for key in columns]
+        rows.append([LABELS[name], *cells])
     if len(rows) > 1:
-        blocks.append(html.table("Latency in milliseconds", rows))
+        blocks.append(Table("Latency in milliseconds", rows))
     if times:
-        shown = list(LABELS.values()) if report["num_output_tokens"] else [LABELS["latency_ms"]]
-        limits = report.get("limits_ms") or {}
-        blocks.append(html.grid(list(_distributions(times, limits, shown))))
+        shown = list(LABELS) if report.num_output_tokens else ["latency"]
+        blocks.append(Grid(list(_distributions(times, report.limits, shown))))
     return Section(
         "Latency",
         blocks,
@@ -189,18 +179,17 @@ def _latency_section(report: MlperfReport, times: Sequence[RequestTimes]) -> Sec
 
 def _distributions(
     times: Sequence[RequestTimes], limits: Mapping[str, float], shown: Sequence[str]
-) -> Iterable[Html]:
-    for label, attribute in zip(LABELS.values(), LATENCIES, strict=True):
+) -> Iterable[Chart]:
+    for (name, label), attribute in zip(LABELS.items(), LATENCIES, strict=True):
         found = [value for each in times if (value := getattr(each, attribute)) is not None]
-        if not found or label not in shown:
+        if not found or name not in shown:
             continue
-        limit = limits.get(attribute.removesuffix("_ms"))
+        limit = limits.get(name)
         marks = [Mark("limit", limit, limit=True)] if limit is not None else []
-        yield histogram(f"{label} distribution", found, what="queries", marks=marks)
-        yield cumulative(f"{label}, cumulative", {"share": found}, marks=marks)
+        yield from distribution(label, found, what="queries", marks=marks)
 
 
-def _timelines(times: Sequence[RequestTimes]) -> Iterable[Html]:
+def _timelines(times: Sequence[RequestTimes]) -> Iterable[Chart]:
     windows = _windows(times)
     tokens = [each.num_tokens for each in times]
     rates = spread(windows, [(each.first_ns, each.last_ns) for each in times], tokens)
@@ -208,7 +197,7 @@ def _timelines(times: Sequence[RequestTimes]) -> Iterable[Html]:
     yield _concurrency(times)
 
 
-def _concurrency(times: Sequence[RequestTimes]) -> Html:
+def _concurrency(times: Sequence[RequestTimes]) -> Chart:
     windows = _windows(times)
     spans = [(each.arrival_ns, each.last_ns) for each in times]
     flying = Series("in flight", in_flight(windows, spans), "area", GREEN)
@@ -220,19 +209,22 @@ def _windows(times: Sequence[RequestTimes]) -> Windows:
     return Windows(begin, max(max(each.last_ns for each in times), begin + 1))
 
 
-def _search_section(report: MlperfReport, runs: Sequence[PeakRun]) -> Section:
+def _search_section(report: MlperfReport) -> Section:
     rows = [["queries/s", "result", "why"]]
-    rows += [[f"{r['target_qps']:g}", r["result"], "; ".join(r["reasons"]) or "-"] for r in runs]
-    peak = report.get("peak_qps")
+    rows += [
+        [f"{tried.target_qps:g}", tried.result, "; ".join(tried.reasons) or "-"]
+        for tried in report.runs or ()
+    ]
+    peak = report.peak_qps
     found = f"Highest valid rate: {peak:g} queries/s." if peak else "No rate was valid."
-    return Section("Peak search", [html.table("Rates tried", rows, text_columns=3)], found)
+    return Section("Peak search", [Table("Rates tried", rows, (0, 1, 2))], found)
 
 
 def _accuracy_section(report: MlperfReport) -> Section:
-    gates = report.get("accuracy_gates", {})
+    gates = report.accuracy_gates or {}
     rows = [["score", "value", "required", "passed"]]
-    for name, value in report["accuracy"].items():
+    for name, value in (report.accuracy or {}).items():
         gate = gates.get(name)
-        cells = [required(gate), "yes" if gate["passed"] else "no"] if gate else ["-"] * 2
+        cells = [gate.required, "yes" if gate.passed else "no"] if gate else ["-"] * 2
         rows.append([name, "not scored here" if value is None else html.plain(value), *cells])
-    return Section("Accuracy", [html.table("Scores", rows)])
+    return Section("Accuracy", [Table("Scores", rows)])

@@ -17,28 +17,26 @@ from tokenmill.bench.report.charts import (
     RED,
     Axis,
     Chart,
-    Html,
     Mark,
     Series,
-    Show,
+    Shape,
     amount_axis,
     cumulative,
-    draw,
-    histogram,
+    distribution,
     in_ms,
     ramp,
     short,
 )
-from tokenmill.bench.report.tables import LABELS
+from tokenmill.bench.report.tables import LABELS, label_of
 from tokenmill.bench.report.timeline import Windows, counted, in_flight, timeline
-from tokenmill.bench.results.reports import PointReport
+from tokenmill.bench.results.reports import LatencyName, PointReport
 from tokenmill.core.metrics import NS_PER_MS, PERCENTS, USER_PERCENTILE, percentile
 
 MAX_CURVES = 6  # in one chart of a sweep
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PointRecords:
     """One point of the run: its summary and its records."""
 
     summary: PointReport
@@ -68,17 +66,14 @@ class Point:
         return [Mark("limit", limit, limit=True)] if limit else []
 
 
-def distributions(point: Point, *, curves: bool) -> Iterable[Html]:
+def distributions(point: PointRecords, *, curves: bool) -> Iterable[Chart]:
     """A histogram of each latency, and with `curves` its cumulative share."""
     for name, values in point.latencies().items():
-        what = "gaps" if name == "itl" else "requests"
-        marks = point.limits(name)
-        yield histogram(f"{LABELS[name]} distribution", values, what=what, marks=marks)
-        if curves:
-            yield cumulative(f"{LABELS[name]}, cumulative", {"share": values}, marks=marks)
+        what, marks = "gaps" if name == "itl" else "requests", point.limits(name)
+        yield from distribution(LABELS[name], values, what=what, marks=marks, curve=curves)
 
 
-def timelines(point: Point) -> Iterable[Html]:
+def timelines(point: PointRecords) -> Iterable[Chart]:
     """Throughput, requests in flight and TTFT over the run."""
     sent = [r for r in point.records if r.sent_ns]
     windows = Windows(
@@ -95,12 +90,11 @@ def timelines(point: Point) -> Iterable[Html]:
         series.append(Series("failed", counted(windows, failed), "bars", RED))
     yield timeline("Concurrency", "requests", windows, series)
     if point.stream:
-        yield timeline(
-            "TTFT by time of sending", MS, windows, _ttft_series(point, windows), show=in_ms
-        )
+        series = _ttft_series(point, windows)
+        yield timeline("TTFT by time of sending", MS, windows, series, is_time=True)
 
 
-def _ttft_series(point: Point, windows: Windows) -> list[Series]:
+def _ttft_series(point: PointRecords, windows: Windows) -> list[Series]:
     by_window: list[list[float]] = [[] for _ in range(windows.count)]
     for record in point.whole:
         if (ttft_ms := times_of(record, point.stream).ttft_ms) is not None:
@@ -111,17 +105,16 @@ def _ttft_series(point: Point, windows: Windows) -> list[Series]:
     ]
 
 
-def sweep_curves(points: Sequence[Point]) -> Iterable[Html]:
+def sweep_curves(points: Sequence[PointRecords]) -> Iterable[Chart]:
     """The cumulative latencies of all points, a curve each."""
     curves = {point.summary["load"]: point.latencies() for point in _some(points)}
     for name in ("ttft", "tpot", "e2e"):
         groups = {load: found[name] for load, found in curves.items() if name in found}
         if groups:
-            marks = points[0].limits(name)
-            yield cumulative(f"{LABELS[name]}, cumulative", groups, marks=marks)
+            yield cumulative(LABELS[name], groups, points[0].limits(name))
 
 
-def _some(points: Sequence[Point]) -> Sequence[Point]:
+def _some(points: Sequence[PointRecords]) -> Sequence[PointRecords]:
     """MAX_CURVES of them at most, the first and the last among them."""
     if len(points) <= MAX_CURVES:
         return points
@@ -129,7 +122,7 @@ def _some(points: Sequence[Point]) -> Sequence[Point]:
     return [points[place] for place in places]
 
 
-def pareto(points: Sequence[PointReport]) -> Html:
+def pareto(points: Sequence[PointReport]) -> Chart:
     """Throughput of the system against that of each user; the frontier joins what nothing beats."""
     per_gpu = all("price" in point for point in points)
     ordered = sorted(points, key=lambda p: p["tok_s_user"] or 0.0)
@@ -137,23 +130,26 @@ def pareto(points: Sequence[PointReport]) -> Html:
     ys = [p["price"]["output_tok_s_gpu"] if per_gpu else p["output_tok_s"] for p in ordered]
     # From the right, a point is on the frontier when it is higher than all before.
     frontier = [y if y > max(ys[i + 1 :], default=-1.0) else None for i, y in enumerate(ys)]
+    shape: Shape = "steps" if "region" in points[0] else "line"  # as MLPerf Endpoints has it
     unit = "output tok/s per GPU" if per_gpu else "output tok/s"
-    chart = Chart(
+    labels = [_user_label(point, x) for point, x in zip(ordered, xs, strict=True)]
+    said = [f"{label}, {short(y)} {unit}" for label, y in zip(labels, ys, strict=True)]
+    return Chart(
         "Throughput against interactivity",
-        "Pareto curve: "
-        + "; ".join(
-            f"{p['load']}: {short(x)} tok/s/user, {short(y)} {unit}"
-            for p, x, y in zip(ordered, xs, ys, strict=True)
-        ),
+        "Pareto curve: " + "; ".join(said),
         amount_axis(f"tok/s/user (1000 / {USER_PERCENTILE} of TPOT in ms)", xs),
         amount_axis(unit, ys),
         xs,
-        [f"{p['load']}: {short(x)} tok/s/user" for p, x in zip(ordered, xs, strict=True)],
-        [Series(unit, ys, "dots"), Series("frontier", frontier, quiet=True)],
-        short,
+        labels,
+        [Series(unit, ys, "dots"), Series("frontier", frontier, shape, quiet=True)],
         names=[_load_name(point) for point in ordered],
     )
-    return draw(chart)
+
+
+def _user_label(point: PointReport, per_user: float) -> str:
+    usd = point["price"]["usd_per_million_output"] if "price" in point else None
+    price = f" (${usd:,.2f} per M output tokens)" if usd is not None else ""
+    return f"{point['load']}: {short(per_user)} tok/s/user{price}"
 
 
 def _load_name(point: PointReport) -> str:
@@ -163,40 +159,37 @@ def _load_name(point: PointReport) -> str:
     return f"{point['rate']:g}/s" if point["rate"] else str(point["load"])
 
 
-def against_load(points: Sequence[PointReport]) -> Iterable[Html]:
+def against_load(points: Sequence[PointReport]) -> Iterable[Chart]:
     """Throughput and latency percentiles, point by point."""
     unit = "output tok/s"
-    yield _by_load("Throughput by load", points, unit, {unit: ["output_tok_s"]}, short)
-    for name in ("ttft", "tpot"):
-        if all(point.get(f"{name}_ms") for point in points):
-            paths = {percent: [f"{name}_ms", percent] for percent in PERCENTS}
-            yield _by_load(f"{LABELS[name]} by load", points, MS, paths, in_ms)
+    rates = {unit: [point["output_tok_s"] for point in points]}
+    yield _by_load("Throughput", points, unit, rates)
+    names: tuple[LatencyName, ...] = ("ttft_ms", "tpot_ms")
+    for name in names:
+        if all(point.get(name) for point in points):
+            values = {percent: [point[name][percent] for point in points] for percent in PERCENTS}
+            yield _by_load(label_of(name), points, MS, values)
 
 
 def _by_load(
-    title: str,
-    points: Sequence[PointReport],
-    unit: str,
-    paths: Mapping[str, Sequence[str]],
-    show: Show,
-) -> Html:
+    what: str, points: Sequence[PointReport], unit: str, values: Mapping[str, Sequence[float]]
+) -> Chart:
     series = [
-        Series(name, [_at(point, path) for point in points], "line", color)
-        for color, (name, path) in zip(ramp(len(paths)), paths.items(), strict=True)
+        Series(name, found, "line", color)
+        for color, (name, found) in zip(ramp(len(values)), values.items(), strict=True)
     ]
-    names = [_load_name(point) for point in points]
-    pad = 0.15
-    x = Axis("load", -pad, len(points) - 1 + pad, ticks=tuple(enumerate(names)))
-    loads = [point["load"] for point in points]
-    first = [_at(point, next(iter(paths.values()))) for point in points]
-    said = "; ".join(f"{load} {show(value)}" for load, value in zip(loads, first, strict=True))
-    about = f"{title}, {next(iter(paths))}: {said}"
-    y = amount_axis(unit, [value for s in series for value in s.values if value is not None])
-    return draw(Chart(title, about, x, y, range(len(points)), loads, series, show))
-
-
-def _at(point: PointReport, path: Sequence[str]) -> float:
-    value: Any = point
-    for name in path:
-        value = value[name]
-    return float(value)
+    pad, write = 0.15, in_ms if unit == MS else short
+    ticks = [(float(index), _load_name(point)) for index, point in enumerate(points)]
+    title, loads = f"{what} by load", [point["load"] for point in points]
+    first, shown = next(iter(values.items()))
+    said = "; ".join(f"{load} {write(value)}" for load, value in zip(loads, shown, strict=True))
+    return Chart(
+        title,
+        f"{title}, {first}: {said}",
+        Axis("load", -pad, len(points) - 1 + pad, ticks=ticks),
+        amount_axis(unit, [value for found in values.values() for value in found]),
+        [float(index) for index in range(len(points))],
+        loads,
+        series,
+        "ms" if unit == MS else "short",
+    )

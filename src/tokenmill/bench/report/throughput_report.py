@@ -9,33 +9,31 @@ from tokenmill.bench import offline as bench
 from tokenmill.bench.results.reports import CellReport, ThroughputReport
 from tokenmill.bench.roofline import Machine, Setup, roofline
 from tokenmill.bench.workload import Cell
-from tokenmill.console import out, print_table
+from tokenmill.console import out
 from tokenmill.core.config import ParallelConfig
 from tokenmill.core.metrics import acceptance
 
 if TYPE_CHECKING:
-    from tokenmill.bench.peers import Lineup
     from tokenmill.engine.build import BuiltEngine
 
 
 def throughput_report(
     cells: list[Cell],
-    measured: bench.Measured,
+    measured: dict[str, list[bench.CellRun]],
     machine: Machine,
     built: BuiltEngine,
     setup: Setup,
-    lineup: Lineup | None,
     peaks: tuple[float, dict[str, float]],
 ) -> ThroughputReport:
     """All figures of a run; `peaks` is the memory of the process and of the GPU in MiB."""
     reports: dict[str, dict[str, CellReport]] = {}
     for cell in cells:
-        runs = measured.runs[cell.name]
-        figures = {who: bench.cell_report(cell, r) for who, r in runs.items()}
-        gained = bench.tokens_per_step(cell, runs[bench.OURS])
+        runs = measured[cell.name]
+        gained = bench.tokens_per_step(cell, runs)
         roof = roofline(cell, built.spec, replace(setup, tokens_per_step=gained), machine)
-        ours = bench.with_ceiling(figures[bench.OURS], cell, roof, machine, setup.dtype)
-        reports[cell.name] = figures | {bench.OURS: ours}
+        figures = bench.cell_report(cell, runs)
+        figures = bench.with_ceiling(figures, cell, roof, machine, setup.dtype)
+        reports[cell.name] = {bench.OURS: figures}
     report: ThroughputReport = {
         "benchmark": "throughput",
         "model": built.description,
@@ -60,14 +58,9 @@ def throughput_report(
     stats = built.engine.stats()
     if stats.num_drafted:
         shares = acceptance(stats.num_drafted, stats.num_accepted)
-        report["mtp"] = {"acceptance": shares, "num_relaxed": stats.num_relaxed}
+        report["mtp"] = {"acceptance": shares}
     if built.runner.decode.graphs is not None:
         report["cuda_graphs"] = built.runner.decode.graphs.report.as_json()
-    if lineup:
-        rss = {process.name: round(process.peak_rss_mib, 1) for process in lineup.running}
-        absent = lineup.absent | measured.failures
-        report["peers"] = {"versions": lineup.versions, "peak_rss_mib": rss, "absent": absent}
-        report["ratios"] = bench.ratios(reports)
     return report
 
 
@@ -79,7 +72,7 @@ def ranks_report(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def print_throughput(cells: list[Cell], report: ThroughputReport) -> None:
-    """Cell by cell: every engine's rate, ours beside its ceiling."""
+    """Cell by cell: the rate beside its ceiling."""
     machine = report["machine"]
     types = f"computed in {report['dtype']}, KV cache in {report['kv_dtype']}"
     out.print(f"{report['model']}, {types}", markup=False)
@@ -104,17 +97,11 @@ def print_throughput(cells: list[Cell], report: ThroughputReport) -> None:
         first, length = shares["first"], shares["length"]
         out.print(f"drafts: {first:.1%} of the first are accepted, {length:.2f} tokens per step")
     for cell in cells:
-        _print_cell(cell, report["cells"][cell.name])
-    if "peers" in report:
-        for name, reason in report["peers"]["absent"].items():
-            out.print(f"{name}: {reason}", markup=False)
-    for name, ratio in report.get("ratios", {}).items():
-        out.print(f"{name}: " + (f"{ratio:.2f}x the best peer" if ratio else "no peer ran"))
+        _print_cell(cell, report["cells"][cell.name][bench.OURS])
 
 
-def _print_cell(cell: Cell, figures: dict[str, CellReport]) -> None:
+def _print_cell(cell: Cell, ours: CellReport) -> None:
     unit = "prompt" if cell.counts_prompt else "output"
-    ours = figures[bench.OURS]
     out.print(
         f"\n[bold]{cell.name}[/bold] {cell.shape}: {ours['tok_s']:,.1f} {unit} tok/s of a ceiling "
         f"of ~{ours['ceiling_tok_s']:,.0f} ({ours['share_of_ceiling']:.0%})"
@@ -131,8 +118,3 @@ def _print_cell(cell: Cell, figures: dict[str, CellReport]) -> None:
         if summary:
             parts = ", ".join(f"{p} {summary[p]:.1f}" for p in ("p50", "p90", "p99"))
             out.print(f"  {label} ms: {parts}")
-    rows = [["engine", f"{unit} tok/s", "runs"]]
-    for who, row in sorted(figures.items(), key=lambda item: -item[1]["tok_s"]):
-        rows.append([who, f"{row['tok_s']:.1f}", " ".join(f"{r:.1f}" for r in row["tok_s_runs"])])
-    if len(figures) > 1:
-        print_table(rows)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tokenmill.bench.report.charts import Axis, Chart, Html, Series, Show, amount_axis, draw, short
+from tokenmill.bench.report.charts import Axis, Chart, Series, amount_axis, in_ms, middles, short
 
 NUM_WINDOWS = 60
 
@@ -76,32 +76,24 @@ def _parts(windows: Windows, begin: int, end: int) -> Iterator[tuple[int, float]
 
 
 def timeline(
-    title: str,
-    unit: str,
-    windows: Windows,
-    series: Sequence[Series],
-    *,
-    show: Show = short,
-) -> Html:
+    title: str, unit: str, windows: Windows, series: Sequence[Series], *, is_time: bool = False
+) -> Chart:
     """Series over the seconds of the run."""
-    edges = windows.edges_s()
+    edges, write = windows.edges_s(), in_ms if is_time else short
     digits = max(0, 2 - math.floor(math.log10(max(windows.seconds, 1e-3))))
-    values = [v for s in series for v in s.values if v is not None]
-    means = [f"{s.name} {show(_mean(s.values))} on average" for s in series]
-    chart = Chart(
+    known = [[v for v in one.values if v is not None] for one in series]
+    means = [
+        f"{one.name} {write(sum(found) / len(found) if found else 0.0)} on average"
+        for one, found in zip(series, known, strict=True)
+    ]
+    return Chart(
         title,
         f"{title} over {windows.seconds:.1f} seconds: {', '.join(means)}",
         Axis("seconds", 0.0, windows.seconds),
-        amount_axis(unit, values),
-        [(a + b) / 2 for a, b in pairwise(edges)],
+        amount_axis(unit, [value for found in known for value in found]),
+        middles(edges),
         [f"{a:.{digits}f} to {b:.{digits}f} s" for a, b in pairwise(edges)],
         series,
-        show,
+        "ms" if is_time else "short",
         edges=edges,
     )
-    return draw(chart)
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else 0.0

@@ -14,6 +14,7 @@ from tokenmill.core.metrics import usd_per_million_tokens
 
 BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"
 NOTHING, TOO_FEW = "nothing to compare", "not enough requests"
+UNLIKE = "no verdict, the runs cannot be compared"
 ALIKE = 0.05  # how far the requests of two rounds may differ in their mean lengths
 HITS_APART = 0.1  # of the prompt tokens, by which the prefix-cache hits of two rounds may differ
 AGREES = 0.01  # how far a summary may be from its own events, and two tools' token counts apart
@@ -160,21 +161,26 @@ def _add_derived(one: Round) -> None:
 
 
 def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Comparison:
-    pairs, warnings = _matched(baseline, other)
-    warnings += _differences(baseline, other, pairs)
-    by_load = []
+    pairs = _matched(baseline, other)
+    warnings = _differences(baseline, other, pairs)
+    by_load, comparable = [], []
     for first, second in pairs:
         rows = _rows(first, second, baseline.gpus == other.gpus)
+        unlike = _unlike(first, second, baseline.tool == other.tool)
+        warnings += unlike
+        comparable += [] if unlike else rows
         warnings += _disagreements(rows, (baseline, first), (other, second))
         by_load.append((first.load, rows))
     matched = {id(point) for pair in pairs for point in pair}
     alone = [[p.load for p in one.points if id(p) not in matched] for one in (baseline, other)]
-    decisive = _decisive([row for _, rows in by_load for row in rows])
+    decisive = _decisive(comparable)
     confidence = _joint_confidence(decisive)
     ids = {id(row) for row in decisive}
     verdict, headline = _overall(by_load, decisive, threshold, confidence)
     doubts = hit_differences(pairs)
-    if doubts and verdict != NOTHING:  # no verdict stands alone where something else may explain it
+    if not comparable and any(rows for _, rows in by_load):
+        verdict = UNLIKE
+    elif doubts and verdict != NOTHING:  # something else may explain it
         verdict += ", in doubt"
     return {
         "baseline": "A",
@@ -197,19 +203,31 @@ def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Comp
     }
 
 
-def _matched(baseline: Round, other: Round) -> tuple[list[tuple[Point, Point]], list[str]]:
-    """Points with the same key; two single points are compared whatever they are."""
+def _matched(baseline: Round, other: Round) -> list[tuple[Point, Point]]:
+    """Points with the same key; two single points are shown side by side whatever they are."""
     others = {point.key: point for point in other.points}
     pairs = [(p, others[p.key]) for p in baseline.points if p.key in others]
     if pairs:
-        return pairs, []
+        return pairs
     if len(baseline.points) == len(other.points) == 1:
-        first, second = baseline.points[0], other.points[0]
-        return [(first, second)], [f"the loads differ: {first.load} against {second.load}"]
+        return [(baseline.points[0], other.points[0])]
     loads = [", ".join(p.load for p in one.points) or "nothing" for one in (baseline, other)]
     raise BenchError(
         f"no load in common: {baseline.source} has {loads[0]}; {other.source} has {loads[1]}"
     )
+
+
+def _unlike(first: Point, second: Point, same_tool: bool) -> list[str]:
+    """Why a difference between two points says nothing about the systems."""
+    found = []
+    if first.key != second.key:
+        found.append(f"the loads differ: {first.load} against {second.load}")
+    for fact in ("input_tokens", "output_tokens")[0 if same_tool else 1 :]:
+        one, two = first.facts.get(fact), second.facts.get(fact)
+        if one and two and abs(two / one - 1) > ALIKE:
+            what = fact.replace("_", " ")
+            found.append(f"{first.load}: {one:,.1f} against {two:,.1f} {what} a request")
+    return found
 
 
 def _differences(baseline: Round, other: Round, pairs: Iterable[tuple[Point, Point]]) -> list[str]:
@@ -223,10 +241,10 @@ def _differences(baseline: Round, other: Round, pairs: Iterable[tuple[Point, Poi
     for first, second in pairs:
         for fact in ("input_tokens", "output_tokens"):
             one, two = first.facts.get(fact), second.facts.get(fact)
-            if one and two and abs(two / one - 1) > (ALIKE if same_tool else AGREES):
+            if not same_tool and one and two and abs(two / one - 1) > AGREES:
                 what = fact.replace("_", " ")
                 text = f"{first.load}: {one:,.1f} against {two:,.1f} {what} a request"
-                found.append(text if same_tool else f"{text}, as each tool counts them{EFFECT}")
+                found.append(f"{text}, as each tool counts them{EFFECT}")
         if first.slo != second.slo and first.slo and second.slo:
             found.append(
                 f"{first.load}: goodput under {first.slo} is not goodput under {second.slo}"

@@ -20,8 +20,8 @@ from typing import Any
 
 import tokenmill
 from tokenmill.bench.results.reports import Facts, FileDigest, Manifest, VerifyReport
-from tokenmill.bench.versions import package_version
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.installation import package_version
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -189,18 +189,3 @@ def verify(folder: Path) -> VerifyReport:
 
 def _without(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in names if name not in others)
-
-
-def result_folder(name: str) -> Path:
-    """Make the folder of a result before the run, so that a wrong path fails at once.
-
-    A folder with other files in it is refused: the manifest would list them as part of the result.
-    """
-    folder = Path(name).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
-        raise BenchError(
-            f"--output-dir {name}: the folder has other files and no {MANIFEST}; give a new or an "
-            "empty one, or an earlier result to replace"
-        )
-    return folder

@@ -1,20 +1,20 @@
-"""The JSON reports of `bench mlperf` and the files of a submission, field by field.
-
-A latency is in milliseconds by statistic: mean, p50, p90, p99 and the like; {} where there is none.
-"""
+"""The JSON line of `bench mlperf`; a latency is in milliseconds by statistic, {} for none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NotRequired, TypedDict
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from tokenmill.bench.results.reports import Occurrence
 
+Fields = dict[str, Any]  # some of the fields of a report
 LatencyMs = dict[str, float]
-LoadGenLatency = Literal["ttft_ms", "tpot_ms", "latency_ms"]
 
 
-class MetricReport(TypedDict):
+class MetricReport(msgspec.Struct):
     """The figure that MLPerf publishes for a scenario."""
 
     name: str
@@ -22,25 +22,23 @@ class MetricReport(TypedDict):
     unit: str
 
 
-class GateReport(TypedDict):
+class GateReport(msgspec.Struct, omit_defaults=True):
     """One accuracy score beside what the round requires."""
 
     value: float
     min: float
-    max: NotRequired[float]
     passed: bool
+    max: float | None = None
+
+    @property
+    def required(self) -> str:
+        """The bounds in words."""
+        if self.max is None:
+            return f"at least {self.min:,.4f}"
+        return f"{self.min:,.4f} to {self.max:,.4f}" if self.min else f"at most {self.max:,.4f}"
 
 
-def required(gate: GateReport) -> str:
-    """The bounds of a gate in words."""
-    if "max" not in gate:
-        return f"at least {gate['min']:,.4f}"
-    if not gate["min"]:
-        return f"at most {gate['max']:,.4f}"
-    return f"{gate['min']:,.4f} to {gate['max']:,.4f}"
-
-
-class PeakRun(TypedDict):
+class PeakRun(msgspec.Struct):
     """One rate that a search for the peak tried."""
 
     target_qps: float
@@ -48,13 +46,11 @@ class PeakRun(TypedDict):
     reasons: list[str]
 
 
-class MlperfReport(TypedDict, total=False):
-    """The JSON line of `bench mlperf`, and summary.json of its result folder.
+class MlperfReport(
+    msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="benchmark", tag="mlperf"
+):
+    """The JSON line, also summary.json of a result folder; what only some runs have may be None."""
 
-    The process of a single test reports a part of it; which fields there are depends on the mode.
-    """
-
-    benchmark: str
     mlperf_benchmark: str
     round: str  # of the rules, such as "v6.0"
     scenario: str
@@ -63,96 +59,89 @@ class MlperfReport(TypedDict, total=False):
     result: str  # "VALID" or "INVALID"
     reasons: list[str]
     notices: list[str]  # sentences that every output of the run carries
-    logs: str  # the folder of LoadGen's logs
     # What was under test.
     model: str
     dtype: str
-    kv_dtype: str
+    kv_dtype: str | None = None
     device: str
-    accelerator: dict[str, str]
+    accelerator: dict[str, str] | None = None
     num_samples: int
-    num_input_tokens: int
+    num_input_tokens: int | None = None
     synthetic: bool
     quick: bool
-    length_scale: float
+    length_scale: float | None = None
     # Of a server under test.
-    url: str
-    api: str
-    prompts: str  # "token ids" or "text"
-    num_failed: int
-    errors: dict[str, Occurrence]
-    doubts: dict[str, Occurrence]
-    num_cached: int
-    server_prefix_hit_rate: float | None
-    client_cpu_share: float
+    url: str | None = None
+    api: str | None = None
+    prompts: str | None = None  # "token ids" or "text"
+    num_failed: int | None = None
+    errors: dict[str, Occurrence] | None = None
+    doubts: dict[str, Occurrence] | None = None
+    num_cached: int | None = None
+    server_prefix_hit_rate: float | UnsetType | None = UNSET
+    client_cpu_share: float | None = None
     # Of a performance test.
-    given_up: bool  # the test was left before its end: LoadGen gave no figures
-    metric: MetricReport | None
-    num_queries: int
-    num_output_tokens: int
-    samples_per_s: float | None
-    ttft_ms: LatencyMs
-    tpot_ms: LatencyMs
-    latency_ms: LatencyMs
-    limits_ms: dict[str, float] | None  # by "ttft" and "tpot"
-    percentile: int | None
-    min_duration_s: float
+    given_up: bool = False  # the test was left before its end: LoadGen gave no figures
+    metric: MetricReport | UnsetType | None = UNSET
+    num_queries: int | None = None
+    num_output_tokens: int | None = None
+    samples_per_s: float | UnsetType | None = UNSET
+    ttft_ms: LatencyMs | None = None
+    tpot_ms: LatencyMs | None = None
+    latency_ms: LatencyMs | None = None
+    limits_ms: dict[str, float] | UnsetType | None = UNSET  # by "ttft" and "tpot", or "latency"
+    percentile: int | UnsetType | None = UNSET
+    min_duration_s: float | None = None
     # Of videos.
-    video: dict[str, str | int]  # what a query asks for
-    s_per_video: float
-    usd_per_video: float
-    usd_per_hour: float
+    video: dict[str, str | int] | None = None  # what a query asks for
+    s_per_video: float | None = None
+    usd_per_video: float | None = None
+    usd_per_hour: float | None = None
     # Of a search for the peak.
-    peak_qps: float | None
-    runs: list[PeakRun]
+    peak_qps: float | UnsetType | None = UNSET
+    runs: list[PeakRun] | None = None
     # Of an accuracy test.
-    accuracy: Mapping[str, float | None]  # None: not defined
-    accuracy_gates: dict[str, GateReport]
-    sentences_by: str
+    accuracy: Mapping[str, float | None] | None = None  # a score of None is not defined
+    accuracy_gates: dict[str, GateReport] | None = None
+    sentences_by: str | None = None
     # Of compliance tests.
-    compliance: dict[str, bool]
-    passed: bool
-    verified: str
+    compliance: dict[str, bool] | None = None
+
+    @property
+    def headline(self) -> str:
+        """Which model ran, and under which load."""
+        load = f"MLPerf {self.mlperf_benchmark}, {self.scenario}"
+        model = self.model.rstrip("/").rpartition("/")[2]
+        return f"{model} under the load of {load}" if model else load
+
+    @property
+    def verdict(self) -> str:
+        """VALID and INVALID are for runs by the rules; a quick run says what it shows."""
+        if not self.quick:
+            return self.result
+        if self.result != "VALID":
+            return "QUICK, not within the rules"
+        return "QUICK, latency limits met" if self.limits_ms else "QUICK, complete"
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return self.limits_ms if isinstance(self.limits_ms, dict) else {}
+
+    @property
+    def latencies(self) -> dict[str, LatencyMs]:
+        """Those that there are, by the names of the limits."""
+        found = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "latency": self.latency_ms}
+        return {name: summary for name, summary in found.items() if summary}
 
 
-class SeriesReport(TypedDict):
-    """One series of values in result_summary.json; without values it has a total only."""
-
-    total: float
-    percentiles: dict[str, float]
-    min: NotRequired[float]
-    max: NotRequired[float]
-    median: NotRequired[float]
-    avg: NotRequired[float]
-    std_dev: NotRequired[float]
+def fields_of(report: MlperfReport) -> Fields:
+    """The fields that are set, for a report that joins several."""
+    values = msgspec.structs.asdict(report)
+    fields = msgspec.structs.fields(report)
+    return {f.name: values[f.name] for f in fields if values[f.name] is not f.default}
 
 
-class ResultSummary(TypedDict):
-    """result_summary.json of one point, as the reference client of MLPerf Endpoints has it."""
-
-    n_samples_issued: int
-    n_samples_completed: int
-    n_samples_failed: int
-    duration_ns: int
-    qps: float
-    tps: float
-    system_tps: float
-    tps_per_user: float | None
-    ttft: SeriesReport
-    tpot: SeriesReport
-    latency: SeriesReport
-    output_sequence_lengths: SeriesReport
-    input_sequence_lengths: SeriesReport
-    finish_reason_counts: dict[str, int]
-
-
-class WarmupReport(TypedDict):
-    """The warm-up of one point, as point.yaml declares it."""
-
-    duration_s: float
-    requests_issued: int
-    requests_completed: int
-    data_source: str
-    concurrency: int
-    logs_retained: bool
-    link_logs: NotRequired[str]
+def as_json(report: msgspec.Struct) -> dict[str, Any]:
+    """What JSON has of a report."""
+    found: dict[str, Any] = msgspec.to_builtins(report)
+    return found

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tokenmill.bench.client.audit import all_warnings
 from tokenmill.bench.client.records import Record, read_records
 from tokenmill.bench.client.summary import NUM_WINDOWS, num_tokens, times_of
@@ -15,11 +17,9 @@ from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.results.reports import (
     LIMITS,
     EndpointReport,
-    FrontendReport,
     LadderReport,
     LatencyName,
     PointReport,
-    SchedulerReport,
     ThroughputReport,
 )
 from tokenmill.bench.results.result import Json, Point, Round, flat, load_key, per_request, present
@@ -155,31 +155,30 @@ def _window_rates(whole: Sequence[Record], stream: bool) -> dict[str, list[float
     return rates
 
 
-def read_mlperf(data: MlperfReport, path: Path) -> Round:
+def read_mlperf(data: Json, path: Path) -> Round:
     """The JSON line of `bench mlperf`."""
-    name = f"{data['mlperf_benchmark']} {data['scenario']}"
+    report = msgspec.convert(data, MlperfReport)
+    name = f"{report.mlperf_benchmark} {report.scenario}"
     point = Point(name, ("scenario", name))
-    metric = data.get("metric")
-    if metric and metric["unit"] == "tokens/s":
-        point.values["output_tok_s"] = metric["value"]
-    point.values |= present({"request_s": data.get("samples_per_s")})
-    point.add("ttft_ms", data.get("ttft_ms"))
-    point.add("tpot_ms", data.get("tpot_ms"))
-    point.add("e2e_ms", data.get("latency_ms"))
-    samples = data.get("num_samples")
+    if report.metric and report.metric.unit == "tokens/s":
+        point.values["output_tok_s"] = report.metric.value
+    point.values |= present({"request_s": report.samples_per_s})
+    point.add("ttft_ms", report.ttft_ms)
+    point.add("tpot_ms", report.tpot_ms)
+    point.add("e2e_ms", report.latency_ms)
     point.facts = present(
         {
-            "requests": data.get("num_queries"),
-            "input_tokens": per_request(data.get("num_input_tokens"), samples),
-            "output_tokens": per_request(data.get("num_output_tokens"), data.get("num_queries")),
+            "requests": report.num_queries,
+            "input_tokens": per_request(report.num_input_tokens, report.num_samples),
+            "output_tokens": per_request(report.num_output_tokens, report.num_queries),
         }
     )
-    config = {key: data.get(key) for key in MLPERF_CONFIG}
-    gpus = int((data.get("accelerator") or {}).get("accelerators_per_node") or 0)
-    notices = list(data.get("notices") or [])[: 1 if data.get("quick") else 0]
-    if data.get("result") == "INVALID":
-        notices.append("INVALID: " + "; ".join(data.get("reasons") or []))
-    return Round(str(path), OWN, [point], flat(config), gpus or None, None, notices)
+    gpus = int((report.accelerator or {}).get("accelerators_per_node") or 0)
+    notices = report.notices[: 1 if report.quick else 0]
+    if report.result == "INVALID":
+        notices.append("INVALID: " + "; ".join(report.reasons))
+    config = flat({key: data.get(key) for key in MLPERF_CONFIG})
+    return Round(str(path), OWN, [point], config, gpus or None, None, notices)
 
 
 def read_throughput(data: ThroughputReport, path: Path) -> Round:
@@ -227,36 +226,12 @@ def read_ladder(data: LadderReport, path: Path) -> Round:
     return Round(str(path), OWN, points, config, 1 if on_gpu else None, price)
 
 
-def read_frontend(data: FrontendReport, path: Path) -> Round:
-    """The JSON line of `bench frontend`: a point for every number of streams."""
-    points = []
-    for raw in data["points"]:
-        load, key = load_key(raw["num_streams"], None, "")
-        point = Point(load, key, {"output_tok_s": raw["tok_s"]})
-        point.add("ttft_ms", raw.get("ttft_ms"))
-        point.add("e2e_ms", raw.get("e2e_ms"))
-        point.facts = {"requests": raw["num_streams"], "output_tokens": raw["tokens_per_stream"]}
-        points.append(point)
-    return Round(str(path), OWN, points, {"num_cpus": data.get("num_cpus")})
-
-
-def read_scheduler(data: SchedulerReport, path: Path) -> Round:
-    """The JSON line of `bench scheduler`."""
-    load = f"{data['num_running']} running"
-    point = Point(load, ("running", data["num_running"]))
-    point.add("step_us", data["total_us"])
-    config = {name: data.get(name) for name in ("num_running", "num_steps")}
-    return Round(str(path), OWN, [point], config)
-
-
 READERS: dict[str, Callable[[Any, Path], Round]] = {
     "endpoint": read_endpoint,
     "campaign": read_endpoint,
     "mlperf": read_mlperf,
     "throughput": read_throughput,
     "ladder": read_ladder,
-    "frontend": read_frontend,
-    "scheduler_steps": read_scheduler,
 }
 
 

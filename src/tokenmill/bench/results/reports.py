@@ -325,7 +325,7 @@ class CompareReport(TypedDict):
 
 
 class CellReport(TypedDict):
-    """One engine in one cell of `bench throughput`; the median run counts."""
+    """One cell of `bench throughput`; the median run counts."""
 
     tok_s: float
     tok_s_runs: list[float]
@@ -335,10 +335,9 @@ class CellReport(TypedDict):
     num_prompts: int
     num_input_tokens: int
     num_output_tokens: int
-    # Of engines that stamp their tokens.
     ttft_ms: NotRequired[dict[str, float]]
     tpot_ms: NotRequired[dict[str, float]]
-    # Of our engine, beside its roofline.
+    # Beside its roofline.
     ceiling_tok_s: NotRequired[float]
     overlap_ceiling_tok_s: NotRequired[float]
     share_of_ceiling: NotRequired[float]
@@ -350,15 +349,6 @@ class DraftsReport(TypedDict):
     """What multi-token prediction gained in a run."""
 
     acceptance: Acceptance
-    num_relaxed: int
-
-
-class PeersReport(TypedDict):
-    """The other engines of a run, and why one is absent."""
-
-    versions: dict[str, str]
-    peak_rss_mib: dict[str, float]
-    absent: dict[str, str]
 
 
 class ThroughputReport(TypedDict):
@@ -378,8 +368,6 @@ class ThroughputReport(TypedDict):
     cells: dict[str, dict[str, CellReport]]
     mtp: NotRequired[DraftsReport]
     cuda_graphs: NotRequired[dict[str, Any]]
-    peers: NotRequired[PeersReport]
-    ratios: NotRequired[dict[str, float | None]]
     peak_rss_mib: float
     peak_gpu_mib: dict[str, float]
     ranks: NotRequired[dict[str, Any]]  # their count, and the settings that are not the defaults
@@ -456,47 +444,3 @@ class PublishedReport(TypedDict):
     filters: dict[str, str]
     rows: list[EntryReport]
     placed: NotRequired[PlacedReport]
-
-
-class FrontendPoint(TypedDict):
-    """A number of streams in `bench frontend`; CPU figures are cores, and of the server alone."""
-
-    num_streams: int
-    tokens_per_stream: int
-    tok_s: float
-    offered_tok_s: float | None
-    chunks_s: float
-    tokens_per_chunk: float
-    us_per_token: float | None
-    us_per_request: float | None
-    us_per_send: NotRequired[float]  # of a bare sender: the ceiling
-    num_tokens: int
-    wall_s: float
-    ttft_ms: dict[str, float]
-    e2e_ms: dict[str, float]
-    delay_ms: dict[str, float]
-    steady_delay_ms: dict[str, float]  # once all streams had begun
-    client_cpu: float
-    server_cpu: float | None
-    worker_cpu: float | None
-
-
-class FrontendReport(TypedDict):
-    """The JSON line of `bench frontend`."""
-
-    benchmark: str
-    points: list[FrontendPoint]
-    num_cpus: int | None
-
-
-class SchedulerReport(TypedDict):
-    """The JSON line of `bench scheduler`; times are summaries by statistic."""
-
-    benchmark: str
-    num_running: int
-    num_steps: int
-    schedule_us: dict[str, float]
-    update_us: dict[str, float]
-    total_us: dict[str, float]
-    limit_us: float
-    share_of_limit: float

@@ -30,7 +30,8 @@ Source = Callable[[Messages, local.Answer], Iterator[str]]
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    command(app, "chat", PANELS, positional="model", defaults=DEFAULTS)(chat)
+    common = ("system", "image", "url", "api-key", *local.COMMON)
+    command(app, "chat", PANELS, positional="model", defaults=DEFAULTS, common=common)(chat)
 
 
 def chat(settings: Settings) -> None:

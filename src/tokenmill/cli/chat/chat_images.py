@@ -14,6 +14,7 @@ from tokenmill.core.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from tokenmill.text.tokenizer import Tokenizer
+    from tokenmill.vision.image_maker import ImageMaker
     from tokenmill.vision.processor import ImageProcessor
 
 Messages = list[dict[str, Any]]
@@ -42,6 +43,7 @@ class ImagePrompts:
         self._processor = processor
         self._max_tokens = max_tokens
         self._made: dict[str, ImageInput] = {}
+        self._maker: ImageMaker | None = None
 
     def check(self, files: Sequence[str]) -> None:
         """Make these images; TokenmillError names the one that the model cannot take."""
@@ -77,15 +79,15 @@ class ImagePrompts:
         return place_images(token_ids, [self._image(url) for url in urls], self._processor)
 
     def _image(self, url: str) -> ImageInput:
+        from tokenmill.vision.image_maker import ImageMaker
         from tokenmill.vision.sources import ImageSources
 
         assert self._processor is not None
         config = VisionConfig()
         if url not in self._made:
             data = ImageSources(config).read(url)
-            limits = self._processor.limits
-            image = self._processor.process(data, limits, config.max_area, self._max_tokens)
-            self._made[url] = image
+            self._maker = self._maker or ImageMaker(self._processor, config.max_area)
+            self._made[url] = self._maker.make(data, self._processor.limits, self._max_tokens)
         return self._made[url]
 
 

@@ -19,6 +19,7 @@ from tokenmill.core.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from tokenmill.core.gpus import check_device
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import SamplingParams
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from tokenmill.llm import LLM
 
 LOCAL_MODEL = tuple(s for s in MODEL if s.key != "weights-seed")  # LLM() seeds no weights
+COMMON = (  # flags of --help, beside those of the command itself
+    *("model", "max-tokens", "temperature", "top-p", "top-k", "seed", "stop", "ignore-eos"),
+    *("thinking-token-budget", "device", "dtype", "random-weights", "max-model-len"),
+    *("kv-cache-memory", "num-threads", "tp", "mtp"),
+)
 PANELS = {
     "Model": (*LOCAL_MODEL, SETTINGS["chat-template"]),
     "KV cache": CACHE,
@@ -65,6 +71,7 @@ class Answer:
 def load_llm(settings: Settings) -> LLM:
     """Download and load the model that the settings name, with progress on stderr."""
     config = settings.build(ModelConfig)
+    check_device(config.device)
     path = fetch(config.model)
     with console.progress("Loading weights", size_in_bytes=True) as update:
         from tokenmill.llm import LLM

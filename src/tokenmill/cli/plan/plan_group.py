@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tokenmill import console
-from tokenmill.cli.plan import plan_attention_dp as attention_dp
 from tokenmill.cli.plan import plan_pareto, plan_predict, plan_simulate, plan_size
 from tokenmill.cli.plan.plan_record import replay_record
 from tokenmill.core.config import RouterConfig
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
-from tokenmill.settings.commands import FRONTS, LOADS, REPLAY
+from tokenmill.settings.commands import FRONTS, REPLAY
+from tokenmill.settings.help_page import HelpGroup
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
-    from tokenmill.plan.load_table import Row
+    from tokenmill.core.mooncake import TraceRequest
+    from tokenmill.plan.replay import ReplayConfig
 
 RECORD = replace(
     SETTINGS["record"], owner=None, help="File of `serve --record`; other flags say what if."
@@ -30,7 +31,7 @@ NUM_FRONTS = replace(
 )
 WHAT_IF = {"block-size": 64, "max-num-batched-tokens": 8192, "max-num-seqs": 256}
 PANELS = {
-    "Trace": (*(SETTINGS[key] for key in ("trace", "trace-speed")), *LOADS),
+    "Trace": tuple(SETTINGS[key] for key in ("trace", "trace-speed")),
     "Record": (RECORD, SETTINGS["policy"], SETTINGS["chunked-prefill"]),
     "Workers": (
         SETTINGS["workers"],
@@ -41,7 +42,7 @@ PANELS = {
         ),
     ),
     "Router": (*ROUTER, NUM_FRONTS, *FRONTS),
-    "Output": (SETTINGS["json-only"],),
+    "Output": (SETTINGS["json"],),
 }
 GROUP_HELP = "Predict and simulate systems that you do not have."
 DEFAULTS = {"workers": 8}
@@ -49,12 +50,9 @@ DEFAULTS = {"workers": 8}
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
     group.callback()(_group)
     command(group, "replay", PANELS, defaults=DEFAULTS)(replay)
-    command(group, "attention-dp", attention_dp.PANELS, defaults=attention_dp.DEFAULTS)(
-        attention_dp.attention_dp
-    )
     command(group, "predict", plan_predict.PREDICT, defaults=plan_predict.DEFAULTS)(
         plan_predict.predict
     )
@@ -83,12 +81,15 @@ def replay(settings: Settings) -> None:
 
     tokenmill plan replay --trace FILE --workers 8 --router kv
 
-    tokenmill plan replay --loads --workers 2
-
     With --fronts N each front has its own router, which knows of the others'
-    requests from the workers' reports; with --loads it is compared with one.
+    requests from the workers' reports.
 
     tokenmill plan replay --trace FILE --fronts 8 --report-delay 100ms
+
+    With --by-events it is replayed twice: with the router of serve, and with
+    one that knows of caches by published events, as route does.
+
+    tokenmill plan replay --trace FILE --workers 4 --by-events
 
     With --record it drives one scheduler with what `serve --record` kept, says
     whether every batch is chosen again and how wrong a formula of the step time
@@ -101,15 +102,11 @@ def replay(settings: Settings) -> None:
 
     path = settings.get("trace")
     if settings.get("record"):
-        if path is not None or settings.get("loads"):
-            raise SettingsError("--record: leave out --trace and --loads")
-        return replay_record(settings)
-    if settings.get("loads"):
         if path is not None:
-            raise SettingsError(f"--trace {path}: leave it out, or --loads")
-        return _replay_loads(settings)
+            raise SettingsError("--record: leave out --trace")
+        return replay_record(settings)
     if path is None:
-        raise SettingsError("--trace is needed: a JSONL file of requests; or --loads, or --record")
+        raise SettingsError("--trace is needed: a JSONL file of requests; or --record")
     block_tokens = settings.get("trace-block-tokens")
     trace = read_trace(path, block_tokens, settings.get("trace-speed"))
     formulas = {
@@ -132,6 +129,8 @@ def replay(settings: Settings) -> None:
     router = settings.build(
         RouterConfig, block_size=pool.block_size, approximate_blocks=pool.num_blocks
     )
+    if settings.get("by-events"):
+        return _compare_events(settings, trace, pool, router)
     fronts = f", {pool.num_fronts} fronts" if pool.num_fronts > 1 else ""
     console.note(f"{len(trace)} requests, {pool.num_workers} workers, {router.policy}{fronts}")
     begin = time.process_time()
@@ -141,71 +140,42 @@ def replay(settings: Settings) -> None:
     if pool.num_fronts > 1 or pool.report_delay_ms:
         facts |= {"fronts": pool.num_fronts, "report_delay_ms": pool.report_delay_ms}
     report = facts | report
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
-def _replay_loads(settings: Settings) -> None:
-    """Every policy over every kind of load, at a low and at a high rate."""
-    from tokenmill.plan import load_table
-    from tokenmill.plan.loads import KINDS
+def _compare_events(
+    settings: Settings, trace: list[TraceRequest], pool: ReplayConfig, router: RouterConfig
+) -> None:
+    """The same trace with serve's own router, and with one that hears published events."""
+    from tokenmill.plan.replay import Replay
 
-    num_workers, quiet = settings.get("workers"), settings.get("json-only")
-    num_requests, num_seeds = settings.get("load-requests"), settings.get("load-seeds")
-    fronts = settings.get("fronts"), settings.get("report-delay")
-    cells = [
-        load_table.Cell(machine, kind, num_workers, utilization)
-        for machine in load_table.MACHINES
-        for kind in KINDS
-        for utilization in (load_table.LOW, load_table.HIGH)
-    ]
-    console.note(
-        f"{len(cells)} loads of {num_seeds} x {num_requests} requests, {num_workers} workers"
-    )
-    rows = []
-    for row in load_table.compare(cells, num_requests, num_seeds, *fronts):
-        rows.append(row)
-        console.note(f"{row.cell.machine} {row.cell.kind} {row.cell.utilization:.0%}")
-    if not quiet:
-        _print_loads(rows)
-    report = {
-        "plan": "replay-loads",
-        "workers": num_workers,
-        "worst_ratio": round(max(row.worst for row in rows), 3),
-        "loads": [load_table.as_json(row) for row in rows],
+    if pool.num_fronts > 1 or not router.events or router.policy != "kv":
+        raise SettingsError("--by-events compares one front of --router kv with --router-events")
+    console.note(f"{len(trace)} requests, {pool.num_workers} workers, twice: a simulation")
+    runs = {
+        name: Replay(trace, replace(pool, by_events=by_events), router).run()
+        for name, by_events in (("serve", False), ("events", True))
     }
-    console.print_json(report)
-
-
-def _print_loads(rows: list[Row]) -> None:
-    policies = list(rows[0].figures)
-    names = {"ttft_ms": "TTFT ms", "ttft_p99_ms": "p99", "tpot_ms": "TPOT ms", "duration_s": "s"}
-    other = "best other policy" if len(policies) > 2 else policies[1]
-    table = [
-        [
-            "load",
-            "rate",
-            "figure",
-            *policies,
-            f"{policies[0]} / {other.removesuffix(' policy')}",
-            "90 % interval",
-        ]
-    ]
-    for row in rows:
-        cell, intervals = row.cell, row.intervals()
-        for figure, name in names.items():
-            values = [f"{row.figures[policy][figure]:.1f}" for policy in policies]
-            load = f"{cell.machine} {cell.kind}"
-            ratio = f"{row.ratios[figure]:.2f}"
-            interval = "{:.2f} to {:.2f}".format(*intervals[figure])
-            table.append([load, f"{cell.utilization:.0%}", name, *values, ratio, interval])
-    console.print_table(table)
-    worst = max(rows, key=lambda row: row.worst)
-    console.out.print(
-        f"worst: {policies[0]} is {worst.worst:.2f} times the {other}, on "
-        f"{worst.cell.machine} {worst.cell.kind} at {worst.cell.utilization:.0%}"
-    )
+    own, told = runs["serve"], runs["events"]
+    report = {
+        "plan": "replay-events",
+        "workers": pool.num_workers,
+        "num_requests": len(trace),
+        "hits_ratio": round(told["prefix_reuse"] / max(own["prefix_reuse"], 1e-9), 4),
+        "ttft_ratio": round(told["ttft_ms"]["mean"] / own["ttft_ms"]["mean"], 4),
+        **runs,
+    }
+    if not settings.get("json"):
+        rows = [["simulated, router of", "prompt tokens from cache", "mean TTFT ms", "p99"]]
+        for name, run in runs.items():
+            ttft = run["ttft_ms"]
+            figures = (f"{run['prefix_reuse']:.2%}", f"{ttft['mean']:.1f}", f"{ttft['p99']:.1f}")
+            rows.append([name if name == "serve" else "route, by events", *figures])
+        console.print_table(rows)
+        console.out.print(f"hits: {report['hits_ratio']:.3f}x, TTFT: {report['ttft_ratio']:.3f}x")
+    console.print_json(report, settings.get("json"))
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -217,5 +187,7 @@ def _print(report: dict[str, Any]) -> None:
     console.print_table(rows)
     console.out.print(
         f"{report['prefix_reuse']:.1%} of prompt tokens from cache, "
-        f"{report['output_tok_s']} tokens/s out, {report['num_finished']}"
+        f"{report['output_tok_s']} tokens/s out"
     )
+    ends = ", ".join(f"{count} {reason}" for reason, count in report["num_finished"].items())
+    console.out.print(f"requests by finish reason: {ends}")

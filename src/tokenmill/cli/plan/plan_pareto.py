@@ -54,7 +54,7 @@ PARETO = {
     "Output": (
         replace(SETTINGS["html"], help="File for the page."),
         SETTINGS["csv"],
-        SETTINGS["json-only"],
+        SETTINGS["json"],
     ),
 }
 DEFAULTS = {
@@ -79,10 +79,12 @@ def pareto(settings: Settings) -> None:
     result = _result(settings)
     page.write_text(render(pareto_page(result)), encoding="utf-8")
     table.write_text(pareto_csv(result), encoding="utf-8")
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(result)
         console.out.print(f"written: {page} and {table}")
-    console.print_json(_report(result) | {"html": str(page), "csv": str(table)})
+    console.print_json(
+        _report(result) | {"html": str(page), "csv": str(table)}, settings.get("json")
+    )
 
 
 def _check_files(page: Path, table: Path) -> None:

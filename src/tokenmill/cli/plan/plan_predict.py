@@ -50,10 +50,10 @@ PREDICT = {
     ),
     "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), *FILES),
     "Configuration (searched for where not given)": CONFIGURATION,
-    "Output": (SETTINGS["json-only"],),
+    "Output": (SETTINGS["json"],),
 }
 VALIDATE = {
-    "Output": tuple(SETTINGS[key] for key in ("rows", "markdown", "json-only")),
+    "Output": tuple(SETTINGS[key] for key in ("rows", "markdown", "json")),
     "System": (SETTINGS["efficiencies"],),
 }
 DEFAULTS = {"gpu": "h200", "gpus": 8, "round": "v6.0", "scenario": "Offline"}
@@ -91,9 +91,9 @@ def predict(settings: Settings) -> None:
         benchmark = find_benchmark(settings.get("benchmark"), round)
         question = prediction.Question(benchmark, scenario, gpu, gpus, round)
         report = prediction.predict(question, fit, choice_of(settings, question))
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def own_file(settings: Settings, key: str) -> Path | None:
@@ -162,9 +162,9 @@ def describe(configuration: dict[str, Any]) -> str:
 
 
 def _replica(replica: dict[str, Any]) -> str:
-    kind = f"TP{replica['tp']}"
+    kind = f"{replica['tp']} GPUs by --tp" if replica["tp"] > 1 else "1 GPU"
     if replica["attention_dp"] > 1:
-        kind = f"DEP{replica['attention_dp']}"
+        kind = f"{replica['attention_dp']} GPUs by --attention-dp"
     drafts = f", {replica['mtp']} drafts" if replica["mtp"] else ""
     return f"{kind} ({replica['precision']}, KV {replica['kv']}{drafts})"
 
@@ -183,8 +183,8 @@ def validate(settings: Settings) -> None:
     report = validation.summary(checked)
     if settings.get("markdown"):
         Path(settings.get("markdown")).write_text(validation.markdown(checked), encoding="utf-8")
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         if settings.get("rows"):
             console.print_table(validation.row_table(checked))
         console.print_table(validation.summary_table(report))
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))

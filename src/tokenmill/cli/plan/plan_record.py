@@ -51,9 +51,9 @@ def replay_record(settings: Settings) -> None:
         report["simulated"] = _figures(as_it_was.values())
         if changed:
             report["what_if"] = _figures(simulate(record, rates, config, num_blocks).values())
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def _has_drafts(record: Record) -> bool:

@@ -58,13 +58,12 @@ SIMULATE = {
         replace(SETTINGS["block-size"], help="Tokens of a KV block.", default=64),
     ),
     "Techniques": (
-        replace(SETTINGS["balance"], help="Prompts wait until every rank has one."),
-        *(SETTINGS[key] for key in ("timeout-iters", "batching-wait-iters")),
+        *(SETTINGS[key] for key in ("balance", "timeout-iters", "batching-wait-iters")),
         SETTINGS["redundant-experts"],
     ),
     "Router": ROUTER,
     "Events": tuple(SETTINGS[key] for key in ("fail", "start")),
-    "Output": tuple(SETTINGS[key] for key in ("ladder", "scale-out", "json-only")),
+    "Output": tuple(SETTINGS[key] for key in ("ladder", "scale-out", "json")),
 }
 DEFAULTS = {
     "benchmark": "deepseek-r1",
@@ -74,8 +73,6 @@ DEFAULTS = {
     "scenario": "Offline",
     "num-requests": 10_000,
     "block-size": 64,
-    "timeout-iters": 6,
-    "batching-wait-iters": 2,
     "redundant-experts": 32,
     "seed": 0,
 }
@@ -94,6 +91,8 @@ def simulate(settings: Settings) -> None:
     tokenmill plan simulate --gpus 288 --racks 4 --scenario Server
 
     tokenmill plan simulate --gpus 16 --rate 20 --fail 5:worker-0
+
+    tokenmill plan simulate --config recipes/plan-attention-dp-8xgb200.toml
     """
     from tokenmill.plan.cluster import happening, steady
     from tokenmill.plan.cluster.report import PREDICTION, describe_workers
@@ -130,9 +129,9 @@ def simulate(settings: Settings) -> None:
     report["efficiencies"] = {n: round(v, 4) for n, v in asdict(asked.fit.efficiency).items()}
     report["efficiencies_of"], report["fitted_on"] = asked.fit.name, list(asked.fit.fitted_on)
     report["cpu_s"] = round(time.process_time() - begin, 2)
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 # What is asked.
@@ -385,7 +384,7 @@ def _print(report: Report) -> None:
 
 
 def _kind(one: Report) -> str:
-    shape = f"DEP{one['attention_dp']}" if one["attention_dp"] > 1 else f"TP{one['tp']}"
+    shape = f"attention-dp {one['attention_dp']}" if one["attention_dp"] > 1 else f"tp {one['tp']}"
     drafts = f", {one['mtp']} drafts" if one["mtp"] else ""
     role = "" if one["role"] == "both" else f"{one['role']} "
     return f"{one['workers']} {role}x {shape} ({one['precision']}, KV {one['kv']}{drafts})"

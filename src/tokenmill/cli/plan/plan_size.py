@@ -65,9 +65,9 @@ SIZE = {
         *FILES,
     ),
     "Configuration (searched for where not given)": CONFIGURATION,
-    "Output": (*(SETTINGS[key] for key in ("alternatives", "write", "json-only")),),
+    "Output": (*(SETTINGS[key] for key in ("alternatives", "write", "json")),),
 }
-SIZE_DEFAULTS = {"gpu": "gb300", "gpus": 4096, "round": "v6.0"}
+SIZE_DEFAULTS = {"gpu": "gb300", "gpus": 4096}
 CALIBRATE = {
     "What was measured": (
         MODEL,
@@ -81,7 +81,7 @@ CALIBRATE = {
             SETTINGS["write"],
             help="File for the efficiencies, which --efficiencies takes.",
         ),
-        SETTINGS["json-only"],
+        SETTINGS["json"],
     ),
 }
 CALIBRATE_DEFAULTS = {
@@ -93,7 +93,7 @@ CALIBRATE_DEFAULTS = {
 
 
 def size(settings: Settings) -> None:
-    """The cheapest systems that bear a demand within limits.
+    """The cheapest systems that take a demand within limits.
 
     It writes a TOML file that `serve --config` takes, and prints the
     benchmark that tests the plan.
@@ -106,6 +106,7 @@ def size(settings: Settings) -> None:
 
     if "model" in settings and settings.get("model") in JOBS:
         return _size_job(settings)
+    settings = Settings({"round": "tokenmill"} | settings.values)
     begin = time.process_time()
     system, choice, traffic = _demand(settings)
     sizes = sizing.cheapest(system, choice, traffic)
@@ -115,6 +116,7 @@ def size(settings: Settings) -> None:
         "plan": "size",
         "model": settings.get("model"),
         "gpu": system.gpu.key,
+        "software": whose(settings.get("round")),
         "rate": traffic.rate,
         "lengths": system.lengths.name,
         "cache_hits": system.cached,
@@ -128,12 +130,20 @@ def size(settings: Settings) -> None:
         "bench": bench_command(settings, system, traffic),
     }
     if not report["within_gpus"]:
-        report["bears_within_gpus"] = round(size_cases.within(system, choice, traffic), 3)
-    report["written"] = write_settings(settings, system.spec, best)
+        report["max_rate_within_gpus"] = round(size_cases.within(system, choice, traffic), 3)
+    ours = settings.get("round") == "tokenmill"
+    report["written"] = write_settings(settings, system.spec, best) if ours else None
     report["cpu_s"] = round(time.process_time() - begin, 2)
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         _print(report)
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
+
+
+def whose(name: str) -> str:
+    """The software that a plan is made for."""
+    if name == "tokenmill":
+        return "tokenmill (efficiencies measured on one H200)"
+    return f"the software of the best MLPerf submissions of {name}"
 
 
 def _size_job(settings: Settings) -> None:
@@ -156,17 +166,18 @@ def _size_job(settings: Settings) -> None:
         settings.get("gpus"),
         with_job_error(name, fit),
     )
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         low, high = report["interval_gpus"]
         lost = report["what_if"]["one node lost"]
         console.out.print(
             f"{report['gpus']} x {gpu.key} ({low} to {high}) for {report['rate']:g} samples/s: "
             f"{report['latency_s']:,.3g} s and ${report['usd_per_sample']:,.3g} a sample, "
             f"${report['usd_per_hour']:,.2f} an hour; {report['bottleneck']}\n"
-            f"headroom {report['headroom']:.0%}; one node lost: {lost['gpus']} GPUs bear "
-            f"{lost['bears']:g} samples/s, {lost['needs_gpus']} GPUs would hold"
+            f"run by {whose(settings.get('round'))}; {report['headroom']:.0%} more "
+            f"would fit; one node lost: {lost['gpus']} GPUs take "
+            f"{lost['max_rate']:g} samples/s, {lost['needs_gpus']} GPUs would hold"
         )
-    console.print_json(report)
+    console.print_json(report, settings.get("json"))
 
 
 def price_of(settings: Settings, gpu: Accelerator) -> float:
@@ -261,7 +272,7 @@ def _intervals(settings: Settings, best: Size, described: dict[str, Any]) -> dic
     return {
         "interval_gpus": [max(1, math.floor(low)) * unit, math.ceil(high) * unit],
         "intervals": {
-            "bears": about(described["bears"], 3),
+            "max_rate": about(described["max_rate"], 3),
             "tok_s_per_user": about(described["tok_s_per_user"], 1),
             "tpot_ms": about(described["tpot_ms"]["mean"], 2),
             "ttft_ms": about(described["ttft_ms"]["p50"], 2),
@@ -275,8 +286,10 @@ def _print(report: dict[str, Any]) -> None:
 
     low, high = report["interval_gpus"]
     console.out.print(
-        f"{report['gpus']} x {report['gpu']} ({low} to {high}) in {report['workers']} workers "
-        f"for {report['rate']:g} requests/s"
+        f"{report['gpus']} x {report['gpu']} in {report['workers']} workers for "
+        f"{report['rate']:g} requests/s, run by {report['software']}\n"
+        f"{low} to {high} GPUs by the error of 90 % of such predictions; "
+        f"${report['price_per_gpu_hour']:g} per GPU and hour (--price-per-gpu-hour)"
     )
     rows = [
         ["", "GPUs", "tok/s per GPU", "per user", "TTFT", "TPOT", "$/h", "$/M in", "cached", "out"]
@@ -301,16 +314,18 @@ def _print(report: dict[str, Any]) -> None:
     for name, one in (("cheapest", report), *((f"or {n}", a) for n, a in _numbered(report))):
         console.out.print(f"{name}: {describe(one['configuration'])}; {one['bottleneck']}")
     console.out.print(
-        f"headroom {report['headroom']:.0%}; what breaks first: {report['breaks_first']}"
+        f"{report['headroom']:.0%} more requests would fit; "
+        f"the first limit above that: {report['breaks_first']}"
     )
     if not report["within_gpus"]:
         console.out.print(
-            f"--gpus: so few bear {report['bears_within_gpus']:g} requests/s within the limits"
+            f"--gpus: so few take {report['max_rate_within_gpus']:g} requests/s within the limits"
         )
     for name, case in report["what_if"].items():
         console.out.print(f"{name}: {case_words(case)}")
     console.out.print(f"while a worker starts: {report['while_a_worker_starts']['words']}")
-    console.out.print(f"written: {report['written']}; test it with: {report['bench']}")
+    written = report["written"] or "nothing; --round tokenmill writes settings for tokenmill serve"
+    console.out.print(f"written: {written}\ntest it with: {report['bench']}")
 
 
 def _numbered(report: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
@@ -347,7 +362,7 @@ def calibrate(
     found = calibration.calibrate(results, target, base, time.strftime("%Y-%m-%d"))
     path = Path(settings.get("write")).expanduser()
     write_fits(path, {found.fit.name: found.fit}, "Written by tokenmill plan calibrate.")
-    if not settings.get("json-only"):
+    if not settings.get("json"):
         console.print_table(found.table())
         console.out.print(f"written: {path}; use it with --efficiencies {path}")
-    console.print_json(found.report() | {"written": str(path)})
+    console.print_json(found.report() | {"written": str(path)}, settings.get("json"))

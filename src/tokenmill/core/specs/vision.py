@@ -70,11 +70,8 @@ class VisionSpec:
         return num_patches * each + 2 * num_patches // self.merge_size**2 * token
 
 
-def image_problem(request: Request, vision: VisionSpec | None, away: bool = False) -> str | None:
-    """What is wrong with the images of a request, in a sentence; None: nothing.
-
-    Where images are encoded `away` from the engine, it takes their features, else their patches.
-    """
+def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
+    """What is wrong with the images of a request, in a sentence; None: nothing."""
     if not request.images:
         return None
     if vision is None:
@@ -83,7 +80,7 @@ def image_problem(request: Request, vision: VisionSpec | None, away: bool = Fals
     for index, span in enumerate(request.images):
         name, num_prompt = f"images[{index}]", len(request.prompt_token_ids)
         merge = vision.merge_size
-        if (problem := patches_problem(span.image, vision, away)) is not None:
+        if (problem := _patches_problem(span.image, vision)) is not None:
             return f"{name}.{problem}"
         if span.num_tokens != span.image.num_tokens(merge):
             wanted = f"{span.image.num_tokens(merge)} as its grid says"
@@ -95,18 +92,10 @@ def image_problem(request: Request, vision: VisionSpec | None, away: bool = Fals
     return None
 
 
-def patches_problem(image: ImageInput, vision: VisionSpec, away: bool = False) -> str | None:
-    """What is wrong with an image by itself."""
+def _patches_problem(image: ImageInput, vision: VisionSpec) -> str | None:
     merge, (_, height, width) = vision.merge_size, image.grid
     if min(image.grid) < 1 or height % merge or width % merge:
         return f"grid must be multiples of {merge}, got {image.grid}"
-    if away != (image.features is not None):
-        wanted = "has no encoder and needs them" if away else "encodes images itself"
-        return f"features: this engine {wanted}"
-    return None if away else _data_problem(image, vision)
-
-
-def _data_problem(image: ImageInput, vision: VisionSpec) -> str | None:
     numbers, levels = image.num_patches * vision.patch_dim, 4 * 256 * vision.in_channels
     if len(image.levels) not in (0, levels):
         return f"levels must be {levels} bytes, got {len(image.levels)}"

@@ -298,7 +298,7 @@ class ExtraCost:
 
 
 class LookupDrafting:
-    """Of drafts that cost nothing to make, as many as pay for being verified; see sched/ngrams.py.
+    """Of drafts that cost nothing to make, as many as pay for being verified.
 
     A sequence has drafts in some steps and none in others, so that plain steps come by themselves
     and all seconds above theirs are those of drafts, by batch size in powers of two.

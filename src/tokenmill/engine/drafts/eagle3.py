@@ -20,7 +20,7 @@ import torch
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.kernels.attention import AttentionBatch, paged_attention, rope_and_cache
-from tokenmill.kernels.norm import norm_pair
+from tokenmill.kernels.rows import norm_pair
 from tokenmill.layers.linear import ComputeType, Linear, Tensors, activation_dtype
 from tokenmill.layers.mlp import MLP
 from tokenmill.layers.residual import Residual

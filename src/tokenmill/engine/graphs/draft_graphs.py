@@ -133,8 +133,7 @@ class DraftGraphs:
         """True if the step after the one under way needs no block and ends nobody by length."""
         most = 2 * (self.depth + 1)
         return all(
-            seq.num_computed_tokens + most <= seq.capacity
-            and len(seq.token_ids) + most < seq.max_len
+            seq.num_computed_tokens + most <= seq.capacity and len(seq.token_ids) + most < seq.limit
             for seq in seqs
         )
 

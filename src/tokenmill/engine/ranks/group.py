@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,27 +25,38 @@ from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tokenmill.core.types import ModelLoadError, RanksLostError
 from tokenmill.engine.ranks.rank_messages import (
     Failed,
+    Kind,
     Machine,
     Message,
     NumBlocks,
     Place,
+    expect,
     receive,
     send,
 )
 from tokenmill.kv.shared_memory import host_identity
-from tokenmill.parallel import Ranks, connect, connected, disconnect, file_store, open_store
+from tokenmill.parallel import (
+    LOOPBACK,
+    Ranks,
+    connect,
+    connected,
+    disconnect,
+    file_store,
+    open_store,
+    own_address,
+)
 
 ADDRESS_VARIABLE, KEY_VARIABLE = "TOKENMILL_RANK_ADDRESS", "TOKENMILL_RANK_KEY"
+PER_GPU_VARIABLE = "TOKENMILL_RANKS_PER_GPU"  # of ranks that others have placed
 LANGUAGE_RANK = "tokenmill.engine.ranks.rank_process"
 START_TIMEOUT_S = 300.0  # for all ranks to call
-Kind = TypeVar("Kind", bound=Message)
 END_TIMEOUT_S = 5.0  # for a child to end by itself
 _log = logging.getLogger(__name__)
 
@@ -103,8 +115,7 @@ class RankGroup:
         for rank, message in enumerate(messages, 1):
             if isinstance(message, Failed):
                 raise ModelLoadError(f"rank {rank}: {message.error}")
-            assert isinstance(message, kind), message
-            heard.append(message)
+            heard.append(expect(message, kind))
         return heard
 
     def take(self, wait: bool) -> list[Message]:
@@ -215,10 +226,19 @@ class RankGroup:
 
 
 def ranks_per_gpu(size: int) -> int:
-    """How many ranks of this machine share a GPU; those that others place have one each."""
+    """How many ranks share a GPU, of this machine or where others have placed them."""
     if ADDRESS_VARIABLE in os.environ:
-        return 1
+        return int(os.environ.get(PER_GPU_VARIABLE, 1))
     return -(-size // max(1, torch.cuda.device_count()))
+
+
+def check_gpus(size: int, share: bool) -> None:
+    """Raise ModelLoadError where ranks would share a GPU and may not."""
+    if ranks_per_gpu(size) > 1 and not share:
+        raise ModelLoadError(
+            f"{size} ranks need {size} GPUs, and this process sees {torch.cuda.device_count()}: "
+            "give fewer ranks, or --share-gpus to try the layout, which is slow"
+        )
 
 
 def _ended(code: int) -> str:
@@ -234,13 +254,15 @@ def join(place: Place, store: Any = None) -> Ranks:
     """Join the group that rank 0 has described."""
     if place.device == "cuda":
         torch.cuda.set_device(place.rank % torch.cuda.device_count())
-    if place.file is not None or place.host.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if place.file is not None:
         store = file_store(place.file, place.size)
     elif store is None:
         store = open_store(place.host, place.size, place.port)
-    return connect(place.rank, place.size, store, place.backend, place.device == "cuda")
+    address = LOOPBACK if place.file is not None else own_address(place.host)
+    if address.startswith("127."):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # read at the first collective
+    on_gpu = place.device == "cuda"
+    return connect(place.rank, place.size, store, place.backend, on_gpu, address)
 
 
 def call(address: str) -> Connection:
@@ -256,6 +278,7 @@ def call(address: str) -> Connection:
         except (ConnectionRefusedError, FileNotFoundError):
             # A parent that is rank 0 listened before it started this process.
             if not host or os.getppid() != parent:
+                _forget(address)
                 raise SystemExit(1) from None
             if time.monotonic() > deadline:
                 raise
@@ -264,12 +287,19 @@ def call(address: str) -> Connection:
     return link
 
 
+def _forget(address: str) -> None:
+    """Remove the folder of a rank 0 of this machine: it may have been killed."""
+    if ":" not in address:
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
 class Inbox:
     """What rank 0 says, in order; the process ends as soon as rank 0 has."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    def __init__(self, connection: Connection, address: str) -> None:
+        """`address` is where rank 0 was called."""
+        self._connection, self._address = connection, address
+        self._messages: queue.SimpleQueue[Message | RanksLostError] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -277,16 +307,21 @@ class Inbox:
             try:
                 self._messages.put(receive(self._connection))
             except (EOFError, OSError):
+                _forget(self._address)
                 os._exit(0)  # be it in the middle of a collective that will never end
+            except RanksLostError as error:
+                self._messages.put(error)
 
     def next(self) -> Message:
-        return self._messages.get()
+        """The next message; raises what it was instead of one."""
+        message = self._messages.get()
+        if isinstance(message, RanksLostError):
+            raise message
+        return message
 
     def next_of(self, kind: type[Kind]) -> Kind:
         """The next message, which must be of this type."""
-        message = self.next()
-        assert isinstance(message, kind), message
-        return message
+        return expect(self.next(), kind)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from tokenmill.engine.ranks.rank_messages import (
     RoundOver,
     arrived,
     arrived_output,
+    expect,
     leaving,
     leaving_output,
 )
@@ -52,8 +53,9 @@ class LeadingEngine:
     ) -> None:
         self._engine, self._group, self._rebalancer = engine, group, rebalancer
         self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
-        self.warm_up, self.kv, self.features = engine.warm_up, engine.kv, engine.features
+        self.warm_up, self.kv = engine.warm_up, engine.kv
         self.kv_events, self.kv_dump = engine.kv_events, engine.kv_dump
+        self.reset_prefix_cache = engine.reset_prefix_cache
         self.costs = engine.costs
 
     def step(self) -> list[RequestOutput]:
@@ -78,9 +80,16 @@ class OwnEngine:
         self.kv = None if engine.kv is None else RankExchange(engine.kv)
 
     def round(
-        self, submit: list[Request], abort: list[str], hold_context: bool, kv_news: KVNews
+        self,
+        submit: list[Request],
+        abort: list[str],
+        hold_context: bool,
+        kv_news: KVNews,
+        resets: bool,
     ) -> list[RequestOutput]:
         """Take what is new, then one step in time with the other ranks."""
+        if resets:
+            self.engine.reset_prefix_cache()
         for request in submit:
             self.engine.submit(request)
         if self.kv is not None:
@@ -99,12 +108,12 @@ class OwnEngine:
         """Answer rank 0: run a round, or connect to a peer or disconnect from it."""
         if self.kv is not None and (answer := self.kv.answer(message)) is not None:
             return answer
-        assert isinstance(message, Round), message
-        requests = list(map(arrived, message.submit))
-        outputs = self.round(requests, message.abort, message.hold, message.kv)
+        told = expect(message, Round)
+        requests = list(map(arrived, told.submit))
+        outputs = self.round(requests, told.abort, told.hold, told.kv, told.resets)
         events = pack_events(self.take_events())
-        told = None if self.kv is None else self.kv.tell()
-        return RoundOver(list(map(leaving_output, outputs)), events, self.state(), told)
+        kv = None if self.kv is None else self.kv.tell()
+        return RoundOver(list(map(leaving_output, outputs)), events, self.state(), kv)
 
     def take_events(self) -> list[Event]:
         """What its prefix cache has stored and removed since the last call."""
@@ -136,10 +145,10 @@ class DataParallelEngine:
         self._new: dict[str, Request] = {}
         self._refused: list[RequestOutput] = []
         self._aborted: list[str] = []
+        self._resets = False
         self._rank_of: dict[str, int] = {}  # of open requests
         self._states = [own.state() for _ in range(group.size)]  # all alike before the first round
         self.kv = None if own.engine.kv is None else RanksExchange(own.engine.kv, group)
-        self.features = None  # --attention-dp encodes on each rank
         self.tiers = own.engine.tiers  # those of rank 0; each rank has its own
 
     def submit(self, request: Request) -> None:
@@ -156,9 +165,14 @@ class DataParallelEngine:
         """End a request in the next round."""
         self._aborted.append(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Have all ranks forget their cached blocks in the next round."""
+        self._resets = True
+
     def has_work(self) -> bool:
         """True while a step() would do something."""
-        return bool(self._new or self._aborted or self._refused or self._busy())
+        news = self._new or self._aborted or self._refused or self._resets
+        return bool(news or self._busy())
 
     def _busy(self) -> bool:
         moving = self.kv is not None and self.kv.has_news()
@@ -180,16 +194,17 @@ class DataParallelEngine:
 
     def _round(self) -> list[RequestOutput]:
         submits, aborts = self._hand_out()
+        resets, self._resets = self._resets, False
         hold = self._policy.hold(self._outlooks(submits))
         others = range(1, self._group.size)
         news = [KVNews()] * self._group.size if self.kv is None else self.kv.hand_out(self._rank_of)
         self._group.tell_each(
             [
-                Round(list(map(leaving, submits[rank])), aborts[rank], hold, news[rank])
+                Round(list(map(leaving, submits[rank])), aborts[rank], hold, news[rank], resets)
                 for rank in others
             ]
         )
-        outputs = self._own.round(submits[0], aborts[0], hold, news[0])
+        outputs = self._own.round(submits[0], aborts[0], hold, news[0], resets)
         self._states[0] = self._own.state()
         self._caches.apply(0, self._own.take_events())
         if self.kv is not None and self._own.kv is not None:

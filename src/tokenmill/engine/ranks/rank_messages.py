@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell each other: JSON over a connection with a key, no pickle.
+"""What rank 0 and the other ranks tell each other: msgpack over a connection with a key, no pickle.
 
 Clocks of machines differ, so times travel as distances from now.
 """
@@ -8,15 +8,21 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
+import msgspec
 import torch
 
-from tokenmill.core.codec import dumps, loads
 from tokenmill.core.config import ModelConfig, Setup
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.core.kv_events import PackedEvent
-from tokenmill.core.types import EngineStats, GrammarVocab, Request, RequestOutput
+from tokenmill.core.types import (
+    EngineStats,
+    GrammarVocab,
+    RanksLostError,
+    Request,
+    RequestOutput,
+)
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.kv.transfer import Run
@@ -146,6 +152,7 @@ class Round:
     abort: list[str]
     hold: bool
     kv: KVNews
+    resets: bool = False  # first forget all cached blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +253,34 @@ Message = (
     | Round | RoundOver | ConnectPeer | DisconnectPeer | PeerAnswer
     | VideoOrder | Loaded | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
 )  # fmt: skip
+Kind = TypeVar("Kind", bound=Message)
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+_SAME_VERSION = "all ranks need the same version of tokenmill"
 
 
 def send(connection: Connection, message: Message) -> None:
     """Send one message; raises OSError when the other side is gone."""
-    connection.send_bytes(dumps(Message, message))
+    connection.send_bytes(msgspec.msgpack.encode((type(message).__name__, message)))
 
 
 def receive(connection: Connection) -> Message:
-    """The next message; raises EOFError or OSError when the other side is gone."""
-    message: Message = loads(Message, connection.recv_bytes())
+    """The next message. Raises EOFError or OSError when the other side is gone, and RanksLostError
+    when it sends anything else."""
+    data = connection.recv_bytes()
+    try:
+        name, fields = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
+        message = msgspec.msgpack.decode(fields, type=_KINDS[name])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        what = f"{data[:80]!r}, which is no message of this version ({type(error).__name__})"
+        raise RanksLostError(f"a rank said {what}: {_SAME_VERSION}") from error
+    return message
+
+
+def expect(message: Message, kind: type[Kind]) -> Kind:
+    """The message, if it is of this type; what another process sends is not for an assertion."""
+    if not isinstance(message, kind):
+        what = f"{type(message).__name__} where {kind.__name__} was expected"
+        raise RanksLostError(f"a rank said {what}: {_SAME_VERSION}")
     return message
 
 

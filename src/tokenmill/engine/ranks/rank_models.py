@@ -73,8 +73,7 @@ class SharedModel:
     """A model whose ranks all compute the same tokens, as rank 0 runs it."""
 
     def __init__(self, model: RankModel, group: RankGroup, rebalancer: Rebalancer | None) -> None:
-        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears, self.norm = model.linears, model.norm
+        self.spec, self.num_bytes, self.norm = model.spec, model.num_bytes, model.norm
         self.read_layers = model.read_layers
         self.visual = model.visual  # rank 0 encodes; the others get the features of a step
         self._model, self._group, self._rebalancer = model, group, rebalancer
@@ -197,7 +196,7 @@ class Follower:
             case KVCall() if self._reader is not None:
                 self._reader.do(message)
             case unknown:
-                raise ValueError(f"rank 0 asks for {unknown!r}")
+                raise RanksLostError(f"rank 0 asks for {unknown!r}")
 
     def _step(self, sizes: Step) -> tuple[torch.Tensor, AttentionBatch]:
         device = self._kv_cache[0][0].device
@@ -223,8 +222,8 @@ class OwnModel:
     """A model whose ranks have tokens of their own, and experts together."""
 
     def __init__(self, model: RankModel) -> None:
-        self.spec, self.stream, self.num_bytes = model.spec, model.stream, model.num_bytes
-        self.linears, self.visual, self.norm = model.linears, model.visual, model.norm
+        self.spec, self.num_bytes, self.norm = model.spec, model.num_bytes, model.norm
+        self.visual = model.visual
         self.read_layers = model.read_layers
         self._model, self.ran = model, False
         self.graphs: PiecewiseGraphs | None = None  # of this rank's part

@@ -31,7 +31,7 @@ from tokenmill.parallel import Ranks
 def main(address: str) -> None:
     """Join rank 0, load a part of the model, and compute until rank 0 is gone."""
     connection = call(address)
-    inbox = Inbox(connection)
+    inbox = Inbox(connection, address)
     ranks = join(inbox.next_of(Place))
     order = inbox.next_of(Order)
     setup = order.setup

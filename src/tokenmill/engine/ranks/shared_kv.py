@@ -16,9 +16,10 @@ from multiprocessing.connection import Connection
 
 from tokenmill.core.kv import KVAddress, KVWay
 from tokenmill.core.specs.spec import ModelSpec
+from tokenmill.core.types import RanksLostError
 from tokenmill.engine.model import KVCache
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.rank_messages import KVCall, KVCallOver, KVReachable, send
+from tokenmill.engine.ranks.rank_messages import KVCall, KVCallOver, KVReachable, expect, send
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.transfer import KVTransfer, OwnConnector, Run, TransferError
 from tokenmill.sched.scheduler import Scheduler
@@ -75,13 +76,17 @@ class _Calls:
             if not answers:
                 return False
             for answer in answers:
-                assert isinstance(answer, KVCallOver), answer
-                open_call = self._open[answer.number]
-                open_call.missing -= 1
-                open_call.error = open_call.error or answer.error
-                if not open_call.missing:
-                    del self._open[answer.number]
+                self._take(expect(answer, KVCallOver))
         return True
+
+    def _take(self, answer: KVCallOver) -> None:
+        call = self._open.get(answer.number)
+        if call is None:
+            raise RanksLostError(f"a rank answers call {answer.number}, which is not open")
+        call.missing -= 1
+        call.error = call.error or answer.error
+        if not call.missing:
+            del self._open[answer.number]
 
 
 class GroupRead:
@@ -156,7 +161,8 @@ class RankReader:
         error: str | None = None
         match call.do:
             case "connect":
-                assert call.peer is not None
+                if call.peer is None:
+                    raise RanksLostError("rank 0 says connect and not to whom")
                 error = self._connect(connector, engine_id, call.peer)
             case "disconnect":
                 connector.disconnect(self._peers.pop(engine_id, ""))

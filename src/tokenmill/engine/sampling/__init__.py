@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, grammars and relaxed acceptance."""
+"""From logits to tokens: sampling and grammars."""

@@ -2,8 +2,7 @@
 
 A launch queues kernels and copies and returns; what it knows of the sequences is what the host
 knows. The newest token may still be on the device alone, in `last_ids`: penalties take it there.
-Grammar masks need the token on the host, so rows with a mask stay with the other sampler; free text
-before a constraint has none.
+A grammar's mask needs the token on the host: who follows one is sampled when its mask is set.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.core.types import Request, SamplingParams, TokenLogprobs
+from tokenmill.core.types import Request, SamplingParams, StructuredOutput, TokenLogprobs
 from tokenmill.engine.sampling.sampler import (
     SampledRow,
     biases,
-    check_finite,
+    forced_token,
+    grammar_masks,
     is_greedy,
     is_penalised,
     state_of,
@@ -29,7 +29,7 @@ from tokenmill.engine.sampling.sampler import (
     uniforms,
 )
 from tokenmill.kernels import sampling as kernels
-from tokenmill.kernels.sampling import Biases, Filters, Logprobs, Penalties
+from tokenmill.kernels.sampling import Biases, Filters, Logprobs, Masks, Penalties
 from tokenmill.sched.sequence import PENDING, Sequence
 
 
@@ -49,10 +49,12 @@ class Sampled:
     logprobs: Logprobs | None = None  # of logprob_rows, in pinned memory
     logprob_rows: Items[int] = ()
     num_best: Items[int] = ()  # of each of these rows
+    known: list[TokenLogprobs | None] | None = None  # of all rows, where the host has sampled
 
     def finish(self, token_ids: list[int]) -> list[TokenLogprobs | None]:
         """Log-probabilities by row, once the step is over and its token_ids are on the host."""
-        check_finite(math.nan if min(token_ids) < 0 else 0.0)
+        if self.known is not None:
+            return self.known
         entries: list[TokenLogprobs | None] = [None] * len(token_ids)
         if self.logprobs is None:
             return entries
@@ -76,6 +78,8 @@ class _Plan:
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # each fp32 [rows]
     penalised: list[bool]
     may_be_biased: bool
+    may_be_masked: bool
+    may_be_forced: bool
     logprob_rows: list[int]
     logprob_index: torch.Tensor | None  # None: all rows or none
     num_best: list[int]
@@ -94,9 +98,11 @@ class DeviceSampler:
     def warm_up(self, logits: torch.Tensor) -> None:
         """Compile what any launch can ask for, over logits [rows, vocab] of the type to come."""
         last_ids = torch.zeros(1, dtype=torch.int32, device=logits.device)
-        changed = SamplingParams(presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
-        for params in (SamplingParams(temperature=0.0), SamplingParams(), changed):
+        masked = SamplingParams(structured=StructuredOutput("json_object"))
+        changed = replace(masked, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), masked, changed):
             seq = Sequence(Request("warm-up", [0], params), (0, 0, 0), 2, frozenset())
+            state_of(seq).mask = np.full(1, -1, np.int32)
             self.launch(logits[:1], [seq], last_ids)
         self._plan = None
 
@@ -112,10 +118,14 @@ class DeviceSampler:
         plan, adjusted = self._plan, logits
         if plan.penalties is not None or plan.may_be_biased:
             adjusted = _adjusted(logits, plan, last_ids)
+        if plan.may_be_masked and (masks := _masks(plan, logits)) is not None:
+            adjusted = kernels.masked(adjusted, masks)
         if plan.filters is None:
             token_ids = kernels.argmax(adjusted)
         else:
             token_ids = kernels.sample(adjusted, plan.filters, _uniforms(plan, logits.device))
+        if plan.may_be_forced:
+            _force(token_ids, plan)
         if not plan.logprob_rows:
             return Sampled(token_ids)
         return Sampled(
@@ -126,6 +136,7 @@ class DeviceSampler:
 def _takes_best(seq: SampledRow) -> bool:
     params = seq.request.sampling
     plain = is_greedy(params) and params.logprobs is None and params.structured is None
+    plain = plain and forced_token(seq) is None
     return plain and not (is_penalised(params) or params.logit_bias or params.min_tokens)
 
 
@@ -142,6 +153,8 @@ def _make_plan(rows: list[SampledRow], device: torch.device) -> _Plan:
         _penalty_parameters(params, device) if any(penalised) else None,
         penalised,
         any(p.logit_bias or p.min_tokens > 0 or p.structured for p in params),
+        any(p.structured for p in params),
+        any(seq.thinking is not None for seq in rows),
         logprob_rows,
         upload(np.array(logprob_rows), device) if some else None,
         [p.logprobs for p in params if p.logprobs is not None],
@@ -166,6 +179,14 @@ def _penalty_parameters(
         upload(np.array([p.frequency_penalty for p in params], np.float32), device),
         upload(np.array([p.presence_penalty for p in params], np.float32), device),
     )
+
+
+def _force(token_ids: torch.Tensor, plan: _Plan) -> None:
+    """Put the tokens that rows must have in the place of what was drawn."""
+    forced = [(row, t) for row, seq in enumerate(plan.rows) if (t := forced_token(seq)) is not None]
+    if forced:
+        rows, tokens = upload(np.array(forced, np.int32).T.copy(), token_ids.device)
+        token_ids.index_copy_(0, rows.long(), tokens)
 
 
 def _uniforms(plan: _Plan, device: torch.device) -> torch.Tensor:
@@ -214,6 +235,20 @@ def _biases(plan: _Plan, logits: torch.Tensor) -> Biases | None:
         upload(np.array(ids, np.int32), device),
         upload(np.array(values, np.float32), device),
     )
+
+
+def _masks(plan: _Plan, logits: torch.Tensor) -> Masks | None:
+    """What the rows with a mask allow; a mask that ends early allows nothing beyond its end."""
+    by_row = grammar_masks(plan.rows)
+    found = [mask for mask in by_row if mask is not None]
+    if not found:
+        return None
+    bounded = np.array([mask is not None for mask in by_row])
+    numbers = np.where(bounded, bounded.cumsum() - 1, -1).astype(np.int32)
+    words = np.zeros((len(found), -(-logits.shape[1] // 32)), np.int32)
+    for own, mask in zip(words, found, strict=True):
+        own[: mask.size] = mask[: own.size]
+    return Masks(upload(numbers, logits.device), upload(words, logits.device))
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Constraints by token ids: free text before a grammar, and one of several openings before its own.
+"""Constraints by token ids: free text before a grammar, openings before grammars, forbidden tokens.
 
 No text is read here: what ends the free text, and what opens a branch, are token ids.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenmill.core.types import FreeText
+from tokenmill.core.types import FreeText, TokenRules
 from tokenmill.engine.sampling.sampler import Bitmask
 
 
@@ -33,8 +33,6 @@ class Follower(Protocol):
 
 class Source(Protocol):
     """What sequences can follow from its start: a grammar."""
-
-    num_bytes: int
 
     def matcher(self, stop_token_ids: Collection[int] | None = None) -> Follower:
         """A follower at the start of the text."""
@@ -147,11 +145,69 @@ class Branches:
 
     def __init__(self, branches: list[tuple[tuple[int, ...], Source]]) -> None:
         self._branches = branches
-        self.num_bytes = sum(source.num_bytes for _, source in branches)
 
     def matcher(self, stop_token_ids: Collection[int] | None = None) -> BranchMatcher:
         """A matcher before all branches."""
         return BranchMatcher(self._branches, stop_token_ids)
+
+
+class AnyText:
+    """No constraint at all, as a source and as what follows it."""
+
+    def matcher(self, stop_token_ids: Collection[int] | None = None) -> AnyText:
+        """Any text has one state alone."""
+        return self
+
+    def allowed(self) -> None:
+        """All tokens may come next."""
+
+    def accept(self, token_id: int) -> None:
+        """Every token continues it."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """There is nothing to take back."""
+
+
+class RuledMatcher:
+    """What `inner` allows without the tokens that rules forbid; `banned` are those in free text."""
+
+    def __init__(
+        self, inner: Follower, rules: TokenRules, vocab_size: int, banned: Collection[int]
+    ) -> None:
+        self._inner = inner
+        self._sequences = rules.banned
+        self._tokens: list[int] = []
+        ids = range(vocab_size) if rules.allowed is None else rules.allowed
+        self._free = _bits([i for i in ids if i < vocab_size], vocab_size)
+        self._bound = self._free & ~_bits(banned, vocab_size)
+
+    def allowed(self) -> Bitmask:
+        inner = self._inner.allowed()
+        if inner is None:
+            mask = self._bound.copy()
+        else:
+            size = min(inner.size, self._free.size)
+            mask = inner[:size] & self._free[:size]
+        for *before, last in self._sequences:
+            if before == self._tokens[len(self._tokens) - len(before) :] and last // 32 < mask.size:
+                mask.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)
+        if not mask.any():
+            raise GrammarError("allowed_token_ids and bad_words leave no token to continue with")
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        self._inner.accept(token_id)
+        self._tokens.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._inner.rollback(num_tokens)
+        del self._tokens[len(self._tokens) - num_tokens :]
+
+
+def _bits(token_ids: Collection[int], vocab_size: int) -> Bitmask:
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _with_bits(mask: Bitmask, token_ids: list[int]) -> Bitmask:

@@ -1,8 +1,9 @@
-"""Structured output: grammars compiled by xgrammar, and a matcher that follows one sequence.
+"""Grammars compiled by xgrammar, and matchers that follow one sequence each.
 
 A grammar is taken only if it can be enforced at a bearable cost: text and nesting are bounded, what
-xgrammar would ignore in a JSON schema is refused, and a trial run finds the ambiguous grammars
-whose masks take seconds. All of that happens in the compile threads, beside the step loop.
+xgrammar would ignore in a JSON schema is refused, and a trial run finds most of the ambiguous
+grammars whose masks take seconds. All of that happens in processes of their own, which are bounded:
+see grammar_process.py.
 """
 
 from __future__ import annotations
@@ -11,26 +12,21 @@ import json
 import os
 import random
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tokenmill.core.schemas.json_schema import check_schema, parse_json, patterns
 from tokenmill.core.types import GrammarVocab, InvalidRequestError, StructuredOutput
-from tokenmill.engine.sampling.free_text import Branches, GrammarError, Source
-from tokenmill.engine.sampling.json_schema import check_schema, parse_json, patterns
+from tokenmill.engine.sampling.free_text import AnyText, Branches, GrammarError, Source
 from tokenmill.engine.sampling.sampler import Bitmask, allowed_ids
 
 MAX_SOURCE_BYTES = 256 * 1024
-MAX_CACHED = 64  # compiled grammars
-MAX_CACHED_BYTES = 256 * 2**20
 MAX_WHITESPACE = 16  # between two JSON tokens; unbounded, a weak model may never get past it
-MAX_MASK_S = 0.1  # CPU time of one mask in the trial; in a request ten times as much ends it
+MAX_MASK_S = 0.1  # CPU time of one mask in the trial
 _TRIAL_TOKENS = 64
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _CPP_PREFIX = re.compile(r"^\[[\d:]+\] \S+: (?:Check failed: .*? is false: )?")
@@ -50,10 +46,7 @@ class Matcher:
         mask = np.zeros_like(self._permitted)
         if self.is_terminated():
             raise GrammarError("a token is asked for after the end of the structured output")
-        started = time.thread_time()
         self._matcher.fill_next_token_bitmask(mask[None])
-        if time.thread_time() - started > 10 * MAX_MASK_S:
-            raise GrammarError("the grammar is too ambiguous to be followed in time")
         mask &= self._permitted
         if not mask.any():
             raise GrammarError("no token of the vocabulary continues the structured output")
@@ -80,7 +73,6 @@ class Grammar:
         self._compiled = compiled
         self._vocab = vocab
         self._permitted = permitted
-        self.num_bytes = int(compiled.memory_size_bytes)
 
     def matcher(self, stop_token_ids: Collection[int] | None = None) -> Matcher:
         """A matcher at the start of the text; one of the stop tokens (the vocabulary's) ends it."""
@@ -91,38 +83,32 @@ class Grammar:
         return Matcher(matcher, self._permitted)
 
 
-class GrammarBackend:
-    """Compiles structured outputs for one vocabulary, in threads of its own, and caches them."""
+class GrammarCompiler:
+    """Compiles structured outputs for one vocabulary."""
 
-    def __init__(
-        self, vocab: GrammarVocab, vocab_size: int | None = None, *, num_threads: int = 2
-    ) -> None:
+    def __init__(self, vocab: GrammarVocab, vocab_size: int | None = None) -> None:
+        import xgrammar
+
         size = vocab.vocab_size if vocab_size is None else vocab_size  # of the model's logits
         tokens = vocab.encoded_vocab[:size]
         self.vocab = replace(vocab, encoded_vocab=tokens, vocab_size=size)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
-        self._futures: OrderedDict[StructuredOutput, Future[Source]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._compiler: Any = None
-        self._permitted: dict[bool, Bitmask] = {}
-
-    def warm_up(self) -> None:
-        """Begin with what the first grammar would wait for: imports and the vocabulary."""
-        self._threads.submit(self._make_compiler)
-
-    def compile_async(self, structured: StructuredOutput) -> Future[Source]:
-        """The grammar, now or later; equal requests share one. One thread calls this."""
-        structured = replace(structured, after=None)
-        future = self._futures.get(structured)
-        if future is None:
-            future = self._threads.submit(self.compile_any, structured)
-            self._futures[structured] = future
-            self._evict()
-        self._futures.move_to_end(structured)
-        return future
+        info = xgrammar.TokenizerInfo(
+            tokens,
+            xgrammar.VocabType[vocab.vocab_type],
+            vocab_size=size,
+            stop_token_ids=vocab.stop_token_ids,
+            add_prefix_space=vocab.add_prefix_space,
+        )
+        num_threads = max(1, (os.cpu_count() or 1) // 2)  # of one compilation
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=num_threads, cache_enabled=False
+        )
+        self._permitted = _permitted(info.decoded_vocab, size)
 
     def compile_any(self, structured: StructuredOutput) -> Source:
         """Compile a grammar, or the grammars of all branches."""
+        if structured.kind == "any":
+            return AnyText()
         if structured.kind != "branches":
             return self.compile(structured)
         schemas = [StructuredOutput("json_schema", b.json_schema) for b in structured.branches]
@@ -130,7 +116,7 @@ class GrammarBackend:
         return Branches(list(zip(ids, map(self.compile, schemas), strict=True)))
 
     def compile(self, structured: StructuredOutput) -> Grammar:
-        """Compile at once, uncached; raises InvalidRequestError with xgrammar's reason."""
+        """Compile; raises InvalidRequestError with xgrammar's reason."""
         if not self.vocab.stop_token_ids:
             raise InvalidRequestError("structured output needs a model with an end-of-text token")
         num_bytes = len(structured.value.encode(errors="replace"))
@@ -139,8 +125,7 @@ class GrammarBackend:
                 f"the {structured.kind} is {num_bytes} bytes long, at most {MAX_SOURCE_BYTES} fit"
             )
         try:
-            compiler = self._make_compiler()
-            compiled = _compile(compiler, structured)
+            compiled = _compile(self._compiler, structured)
             permitted = self._permitted[structured.kind in ("json_object", "json_schema")]
             grammar = Grammar(compiled, self.vocab, permitted)
             _try(grammar, self.vocab)
@@ -148,38 +133,6 @@ class GrammarBackend:
             reason = _CPP_PREFIX.sub("", str(error)).strip()
             raise InvalidRequestError(f"the {structured.kind} is not usable: {reason}") from error
         return grammar
-
-    def _evict(self) -> None:
-        """Drop the least recently used beyond the limits; requests that use them keep them."""
-        num_bytes = sum(_num_bytes(future) for future in self._futures.values())
-        while len(self._futures) > 1 and (
-            len(self._futures) > MAX_CACHED or num_bytes > MAX_CACHED_BYTES
-        ):
-            num_bytes -= _num_bytes(self._futures.popitem(last=False)[1])
-
-    def _make_compiler(self) -> Any:
-        with self._lock:
-            if self._compiler is None:
-                import xgrammar
-
-                info = xgrammar.TokenizerInfo(
-                    self.vocab.encoded_vocab,
-                    xgrammar.VocabType[self.vocab.vocab_type],
-                    vocab_size=self.vocab.vocab_size,
-                    stop_token_ids=self.vocab.stop_token_ids,
-                    add_prefix_space=self.vocab.add_prefix_space,
-                )
-                num_threads = max(1, (os.cpu_count() or 1) // 2)  # of one compilation
-                self._compiler = xgrammar.GrammarCompiler(
-                    info, max_threads=num_threads, cache_enabled=False
-                )
-                self._permitted = _permitted(info.decoded_vocab, self.vocab.vocab_size)
-            return self._compiler
-
-
-def _num_bytes(future: Future[Source]) -> int:
-    finished = future.done() and future.exception() is None
-    return future.result().num_bytes if finished else 0
 
 
 def _permitted(decoded_vocab: list[bytes], vocab_size: int) -> dict[bool, Bitmask]:
@@ -209,35 +162,36 @@ def _compile(compiler: Any, structured: StructuredOutput) -> Any:
         case "grammar":
             return compiler.compile_grammar(structured.value)
         case "structural_tag":
-            _check_tag(parse_json(structured.value, "structural_tag"))
-            return compiler.compile_structural_tag(structured.value)
-        case "branches":
+            tag = _checked_tag(parse_json(structured.value, "structural_tag"))
+            return compiler.compile_structural_tag(json.dumps(tag))
+        case "branches" | "any":
             raise InvalidRequestError("branches are compiled one by one")
 
 
 def _compile_schema(compiler: Any, schema: Any) -> Any:
-    _check_schema(schema)
-    return compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
+    text = json.dumps(_checked_schema(schema))
+    return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
 
 
-def _check_schema(schema: Any) -> None:
+def _checked_schema(schema: Any) -> Any:
     import xgrammar
 
-    check_schema(schema)
-    for pattern in patterns(schema):  # in a schema xgrammar ignores what it refuses in a regex
+    checked = check_schema(schema)
+    for pattern in patterns(checked):  # in a schema xgrammar ignores what it refuses in a regex
         xgrammar.Grammar.from_regex(pattern)
+    return checked
 
 
-def _check_tag(node: Any) -> None:
-    """Check the JSON schemas inside a structural tag."""
-    if isinstance(node, dict):
-        if node.get("type") == "json_schema":
-            _check_schema(node.get("json_schema"))
-        for child in node.values():
-            _check_tag(child)
-    elif isinstance(node, list):
-        for child in node:
-            _check_tag(child)
+def _checked_tag(node: Any) -> Any:
+    """A structural tag with its JSON schemas checked."""
+    if isinstance(node, list):
+        return [_checked_tag(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    checked = {key: _checked_tag(child) for key, child in node.items()}
+    if node.get("type") == "json_schema":
+        checked["json_schema"] = _checked_schema(node.get("json_schema"))
+    return checked
 
 
 def _choice_grammar(value: str) -> str:

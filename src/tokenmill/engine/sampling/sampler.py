@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tokenmill.core.types import Request
     from tokenmill.engine.sampling.free_text import Follower
     from tokenmill.sched.sequence import Sequence
+    from tokenmill.sched.trackers import Thinking
 
 Row = NDArray[np.float32]  # [vocab]
 Ids = NDArray[np.intp]
@@ -39,6 +40,7 @@ Bitmask = NDArray[np.int32]  # [ceil(vocab / 32)], bit i of word w allows token 
 
 MIN_TEMPERATURE = 1e-5  # below it the row is greedy, as in vLLM
 REACH = 12.0  # tokens this far below the best, in units of the temperature, are looked at last
+NOT_FINITE = "the largest logit of a row is not finite"
 _BLOCK = 256  # probabilities summed at once while the drawn token is searched
 _MASK64 = 2**64 - 1
 
@@ -60,8 +62,10 @@ class SampledRow(Protocol):
     def num_output_tokens(self) -> int: ...
     @property
     def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def thinking(self) -> Thinking | None: ...
 
-    state: object | None
+    sampler_state: object | None
 
 
 class TokenCounts:
@@ -105,7 +109,7 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class SequenceState:
-    """What the engine keeps in Sequence.state; it outlives preemption, as the tokens do."""
+    """What the engine keeps in Sequence.sampler_state; it outlives preemption, as the tokens do."""
 
     seed: int
     counts: TokenCounts | None = None  # made when a penalty first asks for it
@@ -118,11 +122,11 @@ class SequenceState:
 class DraftedRow:
     """A sequence with its first `depth` drafts taken for granted: what a verified row samples."""
 
-    __slots__ = ("depth", "seq", "state")
+    __slots__ = ("depth", "sampler_state", "seq")
 
     def __init__(self, seq: Sequence, depth: int) -> None:
         self.seq, self.depth = seq, depth
-        self.state: object | None = SequenceState(state_of(seq).seed)
+        self.sampler_state: object | None = SequenceState(state_of(seq).seed)
 
     @property
     def request(self) -> Request:
@@ -148,6 +152,10 @@ class DraftedRow:
     def stop_ids(self) -> frozenset[int]:
         return self.seq.stop_ids
 
+    @property
+    def thinking(self) -> Thinking | None:
+        return self.seq.thinking
+
 
 def sampled_rows(seq: Sequence, num_drafts: int) -> list[SampledRow]:
     """The rows of a step in which a sequence samples: its own, and one after each draft."""
@@ -166,11 +174,17 @@ def sampled_rows(seq: Sequence, num_drafts: int) -> list[SampledRow]:
 
 def state_of(seq: SampledRow) -> SequenceState:
     """The sequence's state, made at first use; a request without a seed gets a random one."""
-    if seq.state is None:
+    if seq.sampler_state is None:
         seed = seq.request.sampling.seed
-        seq.state = SequenceState(random.getrandbits(64) if seed is None else seed & _MASK64)
-    assert isinstance(seq.state, SequenceState)
-    return seq.state
+        seed = random.getrandbits(64) if seed is None else seed & _MASK64
+        seq.sampler_state = SequenceState(seed)
+    assert isinstance(seq.sampler_state, SequenceState)
+    return seq.sampler_state
+
+
+def forced_token(row: SampledRow) -> int | None:
+    """What the row must sample, where a budget of reasoning is spent."""
+    return None if row.thinking is None else row.thinking.forced(row.num_tokens)
 
 
 def grammar_masks(rows: list[SampledRow]) -> list[Bitmask | None]:
@@ -217,16 +231,23 @@ class Sampler:
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """One token per row of fp32 logits [rows, vocab], which are left as they are.
 
+        It is -1 where the row has no largest logit, or none that is allowed.
+
         `newest` are the tokens that the rows were just fed: what a pending token turned out to be.
         """
         values, fed = _values(logits), newest or [PENDING] * len(rows)
         if all(map(_is_plain, rows, masks)):
-            token_ids: list[int] = values.argmax(-1).tolist()
-            check_finite(float(values[np.arange(len(rows)), token_ids].sum()))
+            best = values.argmax(-1)
+            finite = np.isfinite(values[np.arange(len(rows)), best])
+            token_ids: list[int] = np.where(finite, best, -1).tolist()
         else:
-            token_ids = [_sample(*row) for row in zip(values, rows, masks, fed, strict=True)]
+            token_ids = [_sampled(*row) for row in zip(values, rows, masks, fed, strict=True)]
+        forced = map(forced_token, rows)
+        token_ids = [t if f is None else f for t, f in zip(token_ids, forced, strict=True)]
         logprobs = [
-            None if (k := seq.request.sampling.logprobs) is None else token_logprobs(row, token, k)
+            None
+            if token < 0 or (k := seq.request.sampling.logprobs) is None
+            else token_logprobs(row, token, k)
             for row, seq, token in zip(values, rows, token_ids, strict=True)
         ]
         return token_ids, logprobs
@@ -246,7 +267,7 @@ def _values(logits: Tensor) -> NDArray[np.float32]:
 
 def check_finite(best: float) -> None:
     if not math.isfinite(best):
-        raise FloatingPointError("the largest logit of a row is not finite")
+        raise FloatingPointError(NOT_FINITE)
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -284,6 +305,13 @@ def is_adjusted(seq: SampledRow) -> bool:
 def _is_plain(seq: SampledRow, mask: Bitmask | None) -> bool:
     """Nothing but the largest logit decides."""
     return mask is None and is_greedy(seq.request.sampling) and not is_adjusted(seq)
+
+
+def _sampled(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> int:
+    try:
+        return _sample(row, seq, mask, newest)
+    except FloatingPointError:
+        return -1
 
 
 def _sample(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> int:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenmill.engine.drafts.relaxed import Relaxed
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.engine.launched import Launched
-from tokenmill.engine.sampling.device_sampler import DeviceSampler
-from tokenmill.engine.sampling.sampler import SampledRow, Sampler, grammar_masks, is_penalised
-from tokenmill.sched.sequence import PENDING, Batch
-
-
-def _counts_pending(seq: SampledRow) -> bool:
-    """True where a penalty asks for a token that the host does not know yet."""
-    return is_penalised(seq.request.sampling) and seq.token_ids[-1] == PENDING
+from tokenmill.engine.launched import LateRows, Launched
+from tokenmill.engine.sampling.device_sampler import DeviceSampler, Sampled, upload
+from tokenmill.engine.sampling.sampler import (
+    SampledRow,
+    Sampler,
+    grammar_masks,
+)
+from tokenmill.sched.sequence import Batch
 
 
 class StepSampler:
     """What all executors do after the forward pass."""
 
-    def __init__(self, builder: InputBuilder, relaxed: Relaxed | None) -> None:
+    def __init__(self, builder: InputBuilder) -> None:
         self._staging, self._device = builder.staging, builder.device
         self.on_gpu = self._device.type == "cuda"
-        self.host, self.device, self.relaxed = Sampler(), DeviceSampler(), relaxed
+        self.host, self.device = Sampler(), DeviceSampler()
+        self._late, self._last_tokens = DeviceSampler(), builder.last_tokens
 
     def wants_best(self, rows: list[SampledRow]) -> bool:
         """True where the likeliest tokens are all that is asked."""
@@ -33,45 +32,65 @@ class StepSampler:
     def choose(
         self,
         launched: Launched,
+        batch: Batch,
         rows: list[SampledRow],
         logits: torch.Tensor,
         newest: torch.Tensor,
+        slots: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Sample all rows, int32 [rows]: on a GPU there, unless a grammar has to be asked.
+        """Sample all rows, int32 [rows], and note the newest tokens of sequences at their slots.
 
-        On CPU all rows of all steps are sampled alike: a neighbour must not change a row's bits.
+        Constrained rows whose masks follow are sampled again, by sample_late().
         """
-        masks = grammar_masks(rows)
-        constrained = any(mask is not None for mask in masks)
-        if self.on_gpu and (not constrained or any(map(_counts_pending, rows))):
-            launched.sampled = self.device.launch(logits, rows, newest)
-            return launched.sampled.token_ids
-        fed = None if self.on_gpu else newest.tolist()
-        tokens, launched.logprobs = self.host(logits.float(), rows, masks, fed)
-        return torch.tensor(tokens, dtype=torch.int32).to(self._device)
+        launched.sampled = self._sample(self.device, rows, logits, newest)
+        tokens = launched.sampled.token_ids
+        if slots is not None:
+            self._last_tokens.index_copy_(0, slots.long(), tokens)
+            if batch.masks_follow:
+                launched.late = self._put_off(rows, logits, newest, slots, tokens)
+        return tokens
 
-    def relax(
-        self, launched: Launched, batch: Batch, logits: torch.Tensor, tokens: torch.Tensor
-    ) -> None:
-        """Put likely drafts in the place of what was drawn, where that is asked for."""
-        if self.relaxed is None:
+    def _sample(
+        self,
+        sampler: DeviceSampler,
+        rows: list[SampledRow],
+        logits: torch.Tensor,
+        newest: torch.Tensor,
+    ) -> Sampled:
+        """On a GPU there. On CPU by numpy: a neighbour must not change a row's bits."""
+        if self.on_gpu:
+            return sampler.launch(logits, rows, newest)
+        tokens, known = self.host(logits.float(), rows, grammar_masks(rows), newest.tolist())
+        return Sampled(torch.tensor(tokens, dtype=torch.int32), known=known)
+
+    def _put_off(
+        self,
+        rows: list[SampledRow],
+        logits: torch.Tensor,
+        newest: torch.Tensor,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> LateRows | None:
+        """Keep what the constrained rows are sampled from; None where a step has none of them."""
+        places = [i for i, row in enumerate(rows) if row.request.sampling.structured is not None]
+        if not places:
+            return None
+        index = upload(np.array(places), self._device)
+        own, fed, kept = (part.index_select(0, index) for part in (slots, newest, logits))
+        return LateRows([rows[i] for i in places], places, index, own.long(), fed, kept, tokens)
+
+    def sample_late(self, launched: Launched) -> None:
+        """Sample the constrained rows of a step, whose masks are set by now."""
+        late = launched.late
+        if late is None:
             return
-        rows: list[int] = []
-        drafts: list[int] = []
-        first = 0
-        for index, own in zip(launched.ready, launched.drafts, strict=True):
-            if self.relaxed.covers(batch.items[index][0]):
-                rows += range(first, first + len(own))
-                drafts += own
-            first += launched.stride or len(own) + 1
-        if not rows:
-            return
-        places, ids = self._staging.send([np.array(rows), np.array(drafts)])
-        places, drawn = places.long(), tokens[places.long()]
-        taken = torch.where(self.relaxed.right(logits[places], ids), ids, drawn)
-        tokens.index_copy_(0, places, taken)
-        launched.relaxed = {row: i for i, row in enumerate(rows)}
-        launched.changed = self.to_host((taken != drawn).int())
+        assert launched.tokens is not None
+        late.sampled = self._sample(self._late, late.rows, late.logits, late.newest)
+        late.logits = late.logits[:0]
+        late.tokens.index_copy_(0, late.index, late.sampled.token_ids)
+        self._last_tokens.index_copy_(0, late.slots, late.sampled.token_ids)
+        launched.tokens.copy_(late.tokens, non_blocking=True)
+        launched.done = self.mark()
 
     def send(
         self,

@@ -7,12 +7,13 @@ depend on how its prompt was chunked or what it was batched with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.cpu.compiler import compiled
 from tokenmill.kernels.cpu.int_spans import (
     MASKED,
@@ -41,9 +42,6 @@ from tokenmill.kernels.cpu.tiles import (
     span_sum,
     square_sum,
 )
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 _PASS_ROWS = 24  # of a tile, whose scores lie in L1: four register tiles
 
@@ -228,21 +226,9 @@ def _attention_body(args: Any, task: int) -> None:
             source = carray(f32_at(q + 4 * ((row + t) * q_stride + head * width)), (width,))
             queries[t * width : t * width + width] = source
         _attend(
-            queries,
-            queries.ctypes.data,
-            acc,
-            acc.ctypes.data,
-            args[1] + offset,
-            args[2] + offset,
-            table,
-            page,
-            block_size,
-            window,
-            first,
-            first + tokens - 1,
-            group,
-            sinks,
-        )
+            queries, queries.ctypes.data, acc, acc.ctypes.data, args[1] + offset, args[2] + offset,
+            table, page, block_size, window, first, first + tokens - 1, group, sinks,
+        )  # fmt: skip
         for t in range(tokens):
             target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
             target[:] = acc[t * width : t * width + width]
@@ -349,22 +335,10 @@ def _rounded_body(args: Any, task: int) -> None:
         inverse = row_inverse(source, dim, scales_at + 4 * r, limit)
         round_by(source, dim, queries_at + 2 * r * dim, inverse)
     _attend_rounded(
-        queries_at,
-        scales_at,
-        acc,
-        acc.ctypes.data,
-        args[1] + offset,
-        args[2] + offset,
-        table,
-        page,
-        block_size,
-        args[14],
-        first,
-        first + tokens - 1,
-        group,
-        limit,
+        queries_at, scales_at, acc, acc.ctypes.data, args[1] + offset, args[2] + offset, table,
+        page, block_size, args[14], first, first + tokens - 1, group, limit,
         args[18] + 4 * head * group if args[18] != 0 else 0,
-    )
+    )  # fmt: skip
     for t in range(tokens):
         target = carray(f32_at(out + 4 * ((row + t) * heads * dim + head * width)), (width,))
         target[:] = acc[t * width : t * width + width]
@@ -430,91 +404,54 @@ def attend_kernel(cache_type: torch.dtype) -> Any:
     return ATTEND_ROUNDED if cache_type == torch.float16 else ATTEND
 
 
-def supports(head_dim: int, block_size: int) -> bool:
-    """The tiles read 16 keys and 16 channels at a time."""
-    return head_dim % 16 == 0 and block_size % 16 == 0
-
-
 def rope_and_cache(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    batch: AttentionBatch,
     num_heads: int,
     scale: float,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-) -> None:
-    """Rotate q (times `scale`) and k of qkv[t, .] in place and write k, v into their slots."""
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """In place; what is returned is a view of qkv."""
     _, kv_heads, dim, block_size = k_cache.shape
     tokens = qkv.shape[0]
     rows = rows_of_task(tokens, (num_heads + 2 * kv_heads) * dim)
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    q_norm, k_norm = (0, 0) if norms is None else (norm.data_ptr() for norm in norms)
     launch(
-        ROPE,
-        -(-tokens // rows),
-        qkv.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        cos_sin.data_ptr(),
-        positions.data_ptr(),
-        slots.data_ptr(),
-        0 if norms is None else norms[0].data_ptr(),
-        0 if norms is None else norms[1].data_ptr(),
-        num_heads,
-        kv_heads,
-        dim,
-        block_size,
-        tokens,
-        rows,
-        qkv.stride(0),
-        float_bits(scale),
-        float_bits(eps),
+        ROPE, -(-tokens // rows),
+        qkv.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(),
+        batch.positions.data_ptr(), batch.slots.data_ptr(), q_norm, k_norm, num_heads, kv_heads,
+        dim, block_size, tokens, rows, qkv.stride(0), float_bits(scale), float_bits(eps),
         k_cache.dtype == torch.float16,
-    )
+    )  # fmt: skip
+    return qkv[:, : num_heads * dim]
 
 
-def paged_attention(
+def attend_paged(
     q: torch.Tensor,
     out: torch.Tensor,
+    batch: AttentionBatch,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    tiles: QueryTiles,
-    batch: AttentionBatch,
     num_heads: int,
-    window: int,
-    sinks: torch.Tensor | None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles.
-
-    Row i of the block tables must be sequence i's.
-    """
+    """Row i of the block tables must be sequence i's."""
     _, kv_heads, dim, block_size = k_cache.shape
     tables = batch.block_tables
     assert q.stride(1) == 1 and out.is_contiguous() and tables.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
-    launch(
-        attend_kernel(k_cache.dtype),
-        tiles.seqs.shape[0] * kv_heads,
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        out.data_ptr(),
-        tiles.seqs.data_ptr(),
-        tiles.starts.data_ptr(),
-        batch.query_starts.data_ptr(),
-        batch.context_lens.data_ptr(),
-        tables.data_ptr(),
-        q.stride(0),
-        num_heads,
-        kv_heads,
-        dim,
-        block_size,
-        window,
-        tiles.tokens,
-        tables.shape[1],
-        limit_of(dim),
-        0 if sinks is None else sinks.data_ptr(),
-    )
+    for tiles in batch.tiles:
+        launch(
+            attend_kernel(k_cache.dtype), tiles.seqs.shape[0] * kv_heads,
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
+            tiles.seqs.data_ptr(), tiles.starts.data_ptr(), batch.query_starts.data_ptr(),
+            batch.context_lens.data_ptr(), tables.data_ptr(), q.stride(0), num_heads, kv_heads, dim,
+            block_size, window, tiles.tokens, tables.shape[1], limit_of(dim),
+            0 if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip

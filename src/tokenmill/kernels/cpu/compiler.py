@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 # of a function in several callers would round differently, and so would code compiled here from
 # code out of the cache.
 FASTMATH = {"contract", "nsz", "arcp"}
+ROOM_BYTES = 32 * 2**20  # of disk for compiled code
 
 
 ISA = os.environ.get("TOKENMILL_CPU_ISA", "")  # "avx2" holds a wider CPU to it
@@ -65,11 +66,19 @@ def cached(decorate: Callable[[Any], Any], function: Any) -> Any:
     """Apply a numba decorator with our cache folder, leaving numba's own settings as they were."""
     before = {name: getattr(config, name, "") for name in _LOCATION}
     with _alone():
-        vars(config).update(_LOCATION if os.access(_CACHE_FOLDER, os.W_OK) else {})
+        vars(config).update(_LOCATION if _has_room() else {})
         try:
             return decorate(function)
         finally:
             vars(config).update(before)
+
+
+def _has_room() -> bool:
+    """True if compiled code can be kept; else each process compiles for itself."""
+    if not os.access(_CACHE_FOLDER, os.W_OK):
+        return False
+    disk = os.statvfs(_CACHE_FOLDER)
+    return disk.f_bavail * disk.f_frsize >= ROOM_BYTES
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Products of groups of rows, each group with a matrix of its own, in one launch.
 
-The register tiles are those of matmul.py: a row's sums run in the same order in any group.
+The register tiles are those of products.py: a row's sums run in the same order in any group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from numba import carray
 from numpy.typing import NDArray
 
-from tokenmill.kernels.cpu.matmul import COLUMNS, _f32_tile, _int_tile
+from tokenmill.kernels.cpu.products import COLUMNS, _f32_tile, _int_tile
 from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
 from tokenmill.kernels.cpu.tiles import i64_at
 

@@ -2,7 +2,7 @@
 
 A group's values are int8 shifted left by a number of bits of its own, so that the sum over a whole
 row is an exact int32, on AVX2 as on AVX-512. AVX2 multiplies the shifted values as int16 rows
-(matmul.py). With AVX-512 vpdpbusd multiplies the bytes, four at a time, and a group's sum is
+(products.py). With AVX-512 vpdpbusd multiplies the bytes, four at a time, and a group's sum is
 shifted; it takes unsigned weights, so these are stored 128 too large, and what that adds is taken
 off a row's sum before it starts.
 
@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tokenmill.kernels.cpu import matmul
 from tokenmill.kernels.cpu.compiler import VNNI, compiled, emitted
+from tokenmill.kernels.cpu.products import COLUMNS, INT_KERNEL
 from tokenmill.kernels.cpu.threads import task_kernel
 from tokenmill.kernels.cpu.tiles import (
     I32,
@@ -33,7 +33,6 @@ from tokenmill.kernels.cpu.tiles import (
 
 BLOCK = 64  # channels that k is padded to
 GROUP = 16
-COLUMNS = 16  # whose weights lie side by side
 _INTS = ir.VectorType(I32, 16)
 _HEAD = 2  # words of a row in front of its shifts: its scale, and -128 times its sum
 
@@ -125,7 +124,7 @@ def _body(args: Any, task: int) -> None:
         _tile(args, tile)
 
 
-KERNEL = task_kernel(_body) if VNNI else matmul.INT_KERNEL
+KERNEL = task_kernel(_body) if VNNI else INT_KERNEL
 TILE = 32 if VNNI else COLUMNS  # columns of a task
 
 
@@ -178,19 +177,3 @@ def take_rows(data: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int8 rows [len(ids), k] out of what lay_out made."""
     rows = data[ids // COLUMNS, :, ids % COLUMNS].flatten(1)
     return _natural((rows ^ 128).view(torch.int8)) if VNNI else rows
-
-
-def matmul_groups(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    keep: bool,
-) -> None:
-    """out[m, n] (+)= rounded rows @ W.T * weight_scales[n] (+ bias[n])."""
-    k, n = values.shape[1], out.shape[1]
-    assert values.is_contiguous() and scales.is_contiguous() and out.stride(1) == 1
-    assert n % COLUMNS == 0 and k % BLOCK == 0 and weight_scales.shape[0] == n
-    matmul.launch_int(KERNEL, TILE, values, scales, weight, weight_scales, bias, out, keep)

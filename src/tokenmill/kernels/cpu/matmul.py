@@ -1,192 +1,68 @@
-"""Matrix products over packed weights: fp32, and int8 weights with int16 activations."""
+"""Products with packed weights: one launch of the tiles in products.py or groups.py."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tokenmill.kernels.cpu.compiler import compiled
-from tokenmill.kernels.cpu.threads import get_num_threads, launch, task_kernel
-from tokenmill.kernels.cpu.tiles import (
-    f32_rows,
-    make_f32_tile,
-    make_int_tile,
-)
-
-COLUMNS = 16  # of a full tile; what is left is a last, narrower tile
-_TASK_MACS = 500_000  # at least, where there is enough work to go round
-_ROW_BLOCK = 128  # rows of A that stay in L2 while a tile of weights passes over them
-
-_i6x2, _i4x2, _i3x2 = make_int_tile(6, 2), make_int_tile(4, 2), make_int_tile(3, 2)
-_i2x2, _i1x2 = make_int_tile(2, 2), make_int_tile(1, 2)
-_i4x1, _i1x1 = make_int_tile(4, 1), make_int_tile(1, 1)
-_f4x1, _f1x1 = make_f32_tile(4, 1), make_f32_tile(1, 1)
+from tokenmill.kernels.cpu import groups
+from tokenmill.kernels.cpu.products import COLUMNS, F32_KERNEL, INT_KERNEL, split
+from tokenmill.kernels.cpu.threads import launch
+from tokenmill.kernels.matmul import PackedWeight, num_rows
+from tokenmill.kernels.rows import QuantizedRows
 
 
-@compiled
-def _f32_tail(a: Any, lda: Any, w: Any, k: Any, m: Any, c: Any, ldc: Any, keep: Any) -> None:
-    while m >= 4:
-        _f4x1(a, lda, w, 32, k, c, ldc, keep)
-        a, c, m = a + 4 * lda, c + 4 * ldc, m - 4
-    while m >= 1:
-        _f1x1(a, lda, w, 32, k, c, ldc, keep)
-        a, c, m = a + lda, c + ldc, m - 1
-
-
-@compiled
-def _f32_tile(args: Any, tile: int) -> None:
-    a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
-    lda, ldc, keep = args[6], args[7], args[8]
-    columns = (n + 15) // 16
-    row, column = (tile // columns) * 128, (tile % columns) * 16
-    rows = min(m - row, 128)
-    a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k * 4
-    for start in range(0, k, 256):
-        depth = min(256, k - start)
-        if n - column >= 16:
-            f32_rows(a, lda, w + 64 * start, 64, depth, rows, c, ldc, keep)
-        else:
-            _f32_tail(a, lda, w + 32 * start, depth, rows, c, ldc, keep)
-        a, keep = a + 4 * depth, 1  # partial sums of 256 keep fp32 rounding down
-
-
-def _f32_body(args: Any, task: int) -> None:
-    for tile in range(task * args[9], min(args[10], task * args[9] + args[9])):
-        _f32_tile(args, tile)
-
-
-@compiled
-def _int_rows(
-    a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
-) -> None:
-    while m >= 6:
-        _i6x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + 6 * lda, c + 6 * ldc, s + 24, m - 6
-    if m == 4:
-        _i4x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-        m = 0
-    if m >= 3:
-        _i3x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + 3 * lda, c + 3 * ldc, s + 12, m - 3
-    if m == 2:
-        _i2x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-    if m == 1:
-        _i1x2(a, lda, w, k, s, ws, b, c, ldc, keep)
-
-
-@compiled
-def _int_tail(
-    a: Any, lda: Any, w: Any, k: Any, m: Any, s: Any, ws: Any, b: Any, c: Any, ldc: Any, keep: Any
-) -> None:
-    while m >= 4:
-        _i4x1(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + 4 * lda, c + 4 * ldc, s + 16, m - 4
-    while m >= 1:
-        _i1x1(a, lda, w, k, s, ws, b, c, ldc, keep)
-        a, c, s, m = a + lda, c + ldc, s + 4, m - 1
-
-
-@compiled
-def _int_tile(args: Any, tile: int) -> None:
-    a, w, c, m, k, n = args[0], args[1], args[2], args[3], args[4], args[5]
-    a_scale, w_scale, bias, ldc, keep = args[6], args[7], args[8], args[9], args[10]
-    lda = 2 * k
-    columns = (n + 15) // 16
-    row, column = (tile // columns) * 128, (tile % columns) * 16
-    rows = min(m - row, 128)
-    a, c, w = a + row * lda, c + row * ldc + column * 4, w + column * k
-    a_scale, w_scale = a_scale + row * 4, w_scale + column * 4
-    if bias != 0:
-        bias += column * 4
-    if n - column >= 16:
-        _int_rows(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+def matmul(
+    x: torch.Tensor | QuantizedRows,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    padded = weight.padded
+    if add_to is not None and padded != weight.n:
+        return add_to.add_(matmul(x, weight, bias))
+    out = torch.empty(num_rows(x), padded) if add_to is None else add_to
+    assert out.stride(1) == 1
+    if isinstance(x, QuantizedRows):
+        _multiply_int(x, weight, bias, out, add_to is not None)
     else:
-        _int_tail(a, lda, w, k, rows, a_scale, w_scale, bias, c, ldc, keep)
+        _multiply_f32(x, weight, out, add_to is not None)
+        if bias is not None:
+            out[:, : weight.n] += bias
+    return out if padded == weight.n else out[:, : weight.n]
 
 
-def _int_body(args: Any, task: int) -> None:
-    for tile in range(task * args[11], min(args[12], task * args[11] + args[11])):
-        _int_tile(args, tile)
-
-
-_f32_kernel = task_kernel(_f32_body)
-INT_KERNEL = task_kernel(_int_body)
-
-
-def split(m: int, n: int, k: int, columns: int = COLUMNS) -> tuple[int, int, int]:
-    """(tasks, tiles a task, tiles): a task outweighs the atomic that hands it out."""
-    tiles = -(-m // _ROW_BLOCK) * -(-n // columns)
-    enough = _TASK_MACS // (min(m, _ROW_BLOCK) * columns * k) + 1
-    span = min(enough, -(-tiles // (4 * get_num_threads())))
-    return -(-tiles // span), span, tiles
-
-
-def matmul_f32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, keep: bool) -> None:
+def _multiply_f32(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, keep: bool) -> None:
     """out[m, n] (+)= x[m, k] @ W.T with W packed in tiles of COLUMNS columns."""
     (m, k), n = x.shape, out.shape[1]
-    assert x.stride(1) == out.stride(1) == 1 and n % 8 == 0
+    assert x.stride(1) == 1 and n % 8 == 0
     tasks, span, tiles = split(m, n, k)
     launch(
-        _f32_kernel,
-        tasks,
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        m,
-        k,
-        n,
-        4 * x.stride(0),
-        4 * out.stride(0),
-        keep,
-        span,
-        tiles,
-    )
+        F32_KERNEL, tasks, x.data_ptr(), weight.data.data_ptr(), out.data_ptr(), m, k, n,
+        4 * x.stride(0), 4 * out.stride(0), keep, span, tiles,
+    )  # fmt: skip
 
 
-def matmul_int8(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
+def _multiply_int(
+    x: QuantizedRows,
+    weight: PackedWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     keep: bool,
 ) -> None:
-    """out[m, n] (+)= (values[m, k] @ W.T) * scales[m] * weight_scales[n] (+ bias[n])."""
-    k, n = values.shape[1], out.shape[1]
-    assert values.is_contiguous() and out.stride(1) == 1 and n % 8 == 0 and k % 4 == 0
-    launch_int(INT_KERNEL, COLUMNS, values, scales, weight, weight_scales, bias, out, keep)
-
-
-def launch_int(
-    kernel: Any,
-    columns: int,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    keep: bool,
-) -> None:
-    """Run an integer kernel whose tiles have so many columns over all of out[m, n]."""
-    (m, k), n = values.shape, out.shape[1]
+    """out[m, n] (+)= rounded rows @ W.T * the scales of W (+ bias[n])."""
+    (m, k), n = x.values.shape, out.shape[1]
+    assert x.values.is_contiguous() and x.scales.is_contiguous() and weight.scales is not None
+    if bias is not None and n != weight.n:
+        bias = torch.nn.functional.pad(bias, (0, n - weight.n))
+    if weight.grouped:
+        kernel, columns = groups.KERNEL, groups.TILE
+        assert n % COLUMNS == 0 and k % groups.BLOCK == 0 and weight.scales.shape[0] == n
+    else:
+        kernel, columns = INT_KERNEL, COLUMNS
+        assert n % 8 == 0 and k % 4 == 0
     tasks, span, tiles = split(m, n, k, columns)
     launch(
-        kernel,
-        tasks,
-        values.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        m,
-        k,
-        n,
-        scales.data_ptr(),
-        weight_scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        4 * out.stride(0),
-        keep,
-        span,
-        tiles,
-    )
+        kernel, tasks, x.values.data_ptr(), weight.data.data_ptr(), out.data_ptr(), m, k, n,
+        x.scales.data_ptr(), weight.scales.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        4 * out.stride(0), keep, span, tiles,
+    )  # fmt: skip

@@ -7,19 +7,19 @@ with the queries in the place of weights, so that latents need no transposition.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.cpu.attention import finish_rows, reset_rows, softmax_span
 from tokenmill.kernels.cpu.compiler import compiled
+from tokenmill.kernels.cpu.grouped import multiply_heads
 from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import as_float, f32_at, f32_rows, i32_at, i64_at, square_sum
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.kernels.moe import PackedExperts
 
 _HEADS = 16  # of a task: as many rows as a register tile has columns
 
@@ -149,20 +149,9 @@ def _attention_body(args: Any, task: int) -> None:
             ropes[r * rope + i] = source[i] * scale
     first = context + start
     _attend(
-        turned.ctypes.data,
-        ropes.ctypes.data,
-        acc,
-        args[2],
-        args[3],
-        table,
-        rows,
-        own,
-        kv_rank,
-        rope,
-        args[17],
-        first,
-        first + tokens - 1,
-    )
+        turned.ctypes.data, ropes.ctypes.data, acc, args[2], args[3], table, rows, own, kv_rank,
+        rope, args[17], first, first + tokens - 1,
+    )  # fmt: skip
     for r in range(rows):
         t, h = bounds[0] + start + r // own, head + r % own
         target = carray(f32_at(args[4] + 4 * (t * heads + h) * kv_rank), (kv_rank,))
@@ -173,9 +162,11 @@ _cache_kernel = task_kernel(_cache_body)
 _attention_kernel = task_kernel(_attention_body)
 
 
-def supports(kv_rank: int, block_size: int) -> bool:
-    """The tiles read 16 keys and 16 channels at a time."""
-    return kv_rank % 16 == 0 and block_size % 16 == 0
+def per_head(x: torch.Tensor, weight: PackedExperts) -> torch.Tensor:
+    assert weight.data is not None
+    padded = x.new_empty(*x.shape[:2], weight.n + -weight.n % 8)
+    multiply_heads(x, weight.data, padded)
+    return padded[..., : weight.n].contiguous()
 
 
 def latent_cache(
@@ -189,77 +180,39 @@ def latent_cache(
     batch: AttentionBatch,
     interleaved: bool,
 ) -> None:
-    """Write kv's normed latent and its rotated key, and rotate q's last channels in place."""
     tokens, heads, q_dim = q.shape
     _, _, block_size, kv_rank = latent_cache.shape
     assert q.stride(2) == kv.stride(1) == 1 and q.stride(1) == q_dim
     assert rope_cache.is_contiguous() and latent_cache.is_contiguous() and norm.is_contiguous()
     rows = rows_of_task(tokens, heads * rope_cache.shape[2] + kv.shape[1])
     launch(
-        _cache_kernel,
-        -(-tokens // rows),
-        q.data_ptr(),
-        kv.data_ptr(),
-        rope_cache.data_ptr(),
-        latent_cache.data_ptr(),
-        norm.data_ptr(),
-        cos_sin.data_ptr(),
-        batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        heads,
-        q_dim,
-        q.stride(0),
-        kv.stride(0),
-        kv_rank,
-        rope_cache.shape[2],
-        block_size,
-        tokens,
-        rows,
-        float_bits(eps),
-        interleaved,
-    )
+        _cache_kernel, -(-tokens // rows), q.data_ptr(), kv.data_ptr(), rope_cache.data_ptr(),
+        latent_cache.data_ptr(), norm.data_ptr(), cos_sin.data_ptr(), batch.positions.data_ptr(),
+        batch.slots.data_ptr(), heads, q_dim, q.stride(0), kv.stride(0), kv_rank,
+        rope_cache.shape[2], block_size, tokens, rows, float_bits(eps), interleaved,
+    )  # fmt: skip
 
 
-def latent_attention(
+def attend_latent(
     q_latent: torch.Tensor,
     q: torch.Tensor,
     out: torch.Tensor,
+    batch: AttentionBatch,
     rope_cache: torch.Tensor,
     latent_cache: torch.Tensor,
-    tiles: QueryTiles,
-    batch: AttentionBatch,
     scale: float,
 ) -> None:
-    """Attention of q_latent[t, heads, kv_rank] and q's last channels into out's rows of the tiles.
-
-    Both are multiplied by `scale` first.
-    """
     _, heads, q_dim = q.shape
     _, _, rope, block_size = rope_cache.shape
     tables = batch.block_tables
     assert q_latent.is_contiguous() and out.is_contiguous() and tables.is_contiguous()
     assert q.stride(2) == 1 and q.stride(1) == q_dim
-    launch(
-        _attention_kernel,
-        tiles.seqs.shape[0] * -(-heads // _HEADS),
-        q_latent.data_ptr(),
-        q.data_ptr(),
-        rope_cache.data_ptr(),
-        latent_cache.data_ptr(),
-        out.data_ptr(),
-        tiles.seqs.data_ptr(),
-        tiles.starts.data_ptr(),
-        batch.query_starts.data_ptr(),
-        batch.context_lens.data_ptr(),
-        tables.data_ptr(),
-        batch.table_rows.data_ptr(),
-        tables.shape[1],
-        heads,
-        q.stride(0),
-        q_dim,
-        q_latent.shape[2],
-        rope,
-        block_size,
-        tiles.tokens,
-        float_bits(scale),
-    )
+    for tiles in batch.tiles:
+        launch(
+            _attention_kernel, tiles.seqs.shape[0] * -(-heads // _HEADS),
+            q_latent.data_ptr(), q.data_ptr(), rope_cache.data_ptr(), latent_cache.data_ptr(),
+            out.data_ptr(), tiles.seqs.data_ptr(), tiles.starts.data_ptr(),
+            batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), tables.data_ptr(),
+            batch.table_rows.data_ptr(), tables.shape[1], heads, q.stride(0), q_dim,
+            q_latent.shape[2], rope, block_size, tiles.tokens, float_bits(scale),
+        )  # fmt: skip

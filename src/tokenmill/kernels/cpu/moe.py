@@ -5,7 +5,7 @@ Every sum runs in the order of the experts or of the choice, token by token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +13,11 @@ from numba import carray
 from numpy.typing import NDArray
 
 from tokenmill.kernels.cpu.compiler import compiled
-from tokenmill.kernels.cpu.grouped import MAX_ROWS
+from tokenmill.kernels.cpu.grouped import MAX_ROWS, multiply_segments
 from tokenmill.kernels.cpu.threads import float_bits, launch, rows_of_task, task_kernel
 from tokenmill.kernels.cpu.tiles import as_float, exp32, f32_at, i32_at
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.moe import Routing
+from tokenmill.kernels.moe import PackedExperts, Routing, pick_rows
+from tokenmill.kernels.rows import Activation, QuantizedRows, act_and_mul, quantize_rows
 
 _LOWEST = np.float32(-np.inf)
 
@@ -133,23 +132,11 @@ def route(
     weights = torch.empty(tokens, routing.top_k)
     rows = rows_of_task(tokens, count)
     launch(
-        _route_kernel,
-        -(-tokens // rows),
-        logits.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        tokens,
-        count,
-        routing.top_k,
-        rows,
-        routing.sigmoid,
-        routing.renormalise,
-        float_bits(routing.scaling),
-        routing.num_groups,
-        routing.top_groups,
-        logits.stride(0),
-    )
+        _route_kernel, -(-tokens // rows), logits.data_ptr(),
+        0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, count,
+        routing.top_k, rows, routing.sigmoid, routing.renormalise, float_bits(routing.scaling),
+        routing.num_groups, routing.top_groups, logits.stride(0),
+    )  # fmt: skip
     return ids, weights
 
 
@@ -187,20 +174,46 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, N
     return torch.from_numpy(order), segments
 
 
+def apply_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: Activation = "silu",
+) -> torch.Tensor:
+    """All experts in two launches, over rows sorted by expert."""
+    if not ids.numel():
+        return x.new_empty(0, down.n)
+    order, segments = sort_by_expert(ids, gate_up.num_experts)
+    rows = x if gate_up.rounding is None else quantize_rows(x, gate_up.rounding)
+    experts = ids.flatten()[order]
+    inner = _multiply(pick_rows(rows, order // ids.shape[1]), gate_up, segments, experts)
+    outer = _multiply(act_and_mul(inner, down.rounding, activation), down, segments, experts)
+    return torch.empty_like(outer).index_copy_(0, order, outer)
+
+
+def _multiply(
+    x: torch.Tensor | QuantizedRows,
+    weight: PackedExperts,
+    segments: NDArray[np.int64],
+    experts: torch.Tensor,
+) -> torch.Tensor:
+    """Each segment's rows x[m, k] by the weight of its expert, experts[m] by row: [m, n]."""
+    values, scales = x if isinstance(x, QuantizedRows) else (x, None)
+    assert weight.data is not None
+    out = torch.empty(values.shape[0], weight.n + -weight.n % 8)
+    multiply_segments(values, scales, weight.data, weight.scales, segments, out)
+    out = out[:, : weight.n].contiguous()
+    return out if weight.bias is None else out.add_(weight.bias[experts])
+
+
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
-    """add_to[t, n] += the sum of results[t * top_k, n] by weights[t, top_k]."""
     (tokens, top_k), n = weights.shape, results.shape[1]
     assert results.is_contiguous() and weights.is_contiguous() and add_to.stride(1) == 1
+    if not tokens:
+        return
     rows = rows_of_task(tokens, n * top_k)
     launch(
-        _sum_kernel,
-        -(-tokens // rows),
-        results.data_ptr(),
-        weights.data_ptr(),
-        add_to.data_ptr(),
-        tokens,
-        n,
-        top_k,
-        rows,
-        add_to.stride(0),
-    )
+        _sum_kernel, -(-tokens // rows), results.data_ptr(), weights.data_ptr(), add_to.data_ptr(),
+        tokens, n, top_k, rows, add_to.stride(0),
+    )  # fmt: skip

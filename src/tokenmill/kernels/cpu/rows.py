@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from tokenmill.kernels.cpu.tiles import (
     row_peak,
     square_sum,
 )
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.norm import Activation
+from tokenmill.kernels.rows import Activation, QuantizedRows, Rounding
 
 _VALUE_BYTES = 1 if VNNI else 2  # of rows rounded by groups
 _HEAD = 2 if VNNI else 1  # words of a row in front of its groups' shifts
@@ -161,13 +159,10 @@ QUANTIZE = task_kernel(_quantize_body)
 
 
 def _run(
-    kernel: Any, x: torch.Tensor, weight: int, k: int, limit: int, *extra: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch over chunks of rows; returns ([m, k] int16 or fp32, [m] scales).
-
-    A limit below 0 is that of rows rounded by groups, see groups.py.
-    """
-    m = x.shape[0]
+    kernel: Any, x: torch.Tensor, weight: int, k: int, rounding: Rounding | None, *extra: int
+) -> torch.Tensor | QuantizedRows:
+    """Launch over chunks of rows, each rounded as asked or left in fp32."""
+    m, limit = x.shape[0], rounding.code if rounding else 0
     rows = rows_of_task(m, k)
     if limit < 0:
         out, scales = empty_rows(m, k)
@@ -175,41 +170,38 @@ def _run(
         out = torch.empty(m, k, dtype=torch.int16 if limit else torch.float32)
         scales = torch.empty(m)
     launch(
-        kernel,
-        -(-m // rows),
-        x.data_ptr(),
-        weight,
-        out.data_ptr(),
-        scales.data_ptr(),
-        m,
-        k,
-        rows,
-        limit,
-        *extra,
-    )
-    return out, scales
+        kernel, -(-m // rows), x.data_ptr(), weight, out.data_ptr(), scales.data_ptr(), m, k, rows,
+        limit, *extra,
+    )  # fmt: skip
+    return QuantizedRows(out, scales) if rounding else out
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, limit: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of x[m, k]; limit 0 leaves fp32, below 0 rounds by groups."""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rounding: Rounding | None = None,
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor | QuantizedRows:
+    if delta is not None:
+        x.add_(delta)
     assert x.is_contiguous() and weight.is_contiguous()
-    return _run(NORM, x, weight.data_ptr(), x.shape[1], limit, float_bits(eps))
+    return _run(NORM, x, weight.data_ptr(), x.shape[1], rounding, float_bits(eps))
 
 
 def act_and_mul(
-    gate_up: torch.Tensor, limit: int, activation: Activation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """activation(gate) * up of gate_up[m, 2k]; limit as in rms_norm."""
+    gate_up: torch.Tensor, rounding: Rounding | None = None, activation: Activation = "silu"
+) -> torch.Tensor | QuantizedRows:
     assert gate_up.stride(1) == 1
     k, stride = gate_up.shape[1] // 2, gate_up.stride(0)
     if isinstance(activation, str):
-        return _run(ACT, gate_up, _ACTIVATIONS[activation], k, limit, stride, 0, 0)
+        return _run(ACT, gate_up, _ACTIVATIONS[activation], k, rounding, stride, 0, 0)
     clamp = float_bits(activation.alpha), float_bits(activation.limit)
-    return _run(ACT, gate_up, _CLAMPED_SWIGLU, k, limit, stride, *clamp)
+    return _run(ACT, gate_up, _CLAMPED_SWIGLU, k, rounding, stride, *clamp)
 
 
-def quantize_rows(x: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
     assert x.stride(1) == 1
-    return _run(QUANTIZE, x, 0, x.shape[1], limit, x.stride(0))
+    rows = _run(QUANTIZE, x, 0, x.shape[1], rounding, x.stride(0))
+    assert isinstance(rows, QuantizedRows)
+    return rows

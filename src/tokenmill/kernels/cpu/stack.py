@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.cpu import attention, groups, rows
 from tokenmill.kernels.cpu.int_spans import limit_of
-from tokenmill.kernels.cpu.matmul import split
+from tokenmill.kernels.cpu.products import split
 from tokenmill.kernels.cpu.threads import MAX_ARGS, float_bits, launch_all, rows_of_task
+from tokenmill.kernels.matmul import PackedWeight
 
 if TYPE_CHECKING:
-    from tokenmill.kernels.attention import AttentionBatch
-    from tokenmill.kernels.matmul import PackedWeight
     from tokenmill.kernels.stack import DenseLayer, Heads
 
 _NORM, _QKV, _ROPE, _ATTEND, _ROUND, _OUT, _MLP_NORM, _GATE_UP, _ACT, _DOWN = range(10)

@@ -9,27 +9,27 @@ kernel joins their partial sums.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels import MODE, triton_kernels
-from tokenmill.kernels.attention import GPU_TILE_ROWS, heads_of
-from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels import MODE
+from tokenmill.kernels.attention import (
+    GPU_TILE_ROWS,
+    AttentionBatch,
+    QueryTiles,
+    heads_of,
+    takes_full_tiles,
+)
+from tokenmill.kernels.gpu import spread
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.hopper import prefill
+from tokenmill.kernels.gpu.hopper.two_groups import LOG2E
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.pages import unpack_pages
 
-if TYPE_CHECKING:
-    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
-
-LOG2E = tl.constexpr(1.4426950408889634)
 NARROW_WINDOW = 256  # keys
-HOPPER_DIMS = (64, 128)  # of the heads that kernels/gpu/hopper/prefill.py takes
-HOPPER_KEYS, HOPPER_LEAST_BLOCK = 128, 8  # a tile's; rows that shared memory interleaves
 HOPPER_ITEMS = 32  # tiles of all heads, at least; fewer leave most of a GPU idle either way
 
 
@@ -263,7 +263,6 @@ def place_tokens(
     last_tokens: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and cache slots, int32 [tokens] each."""
     ids, slots = torch.empty_like(staged), torch.empty_like(staged)
     count = staged.shape[0]
     assert staged.dtype == positions.dtype == tables.dtype == last_tokens.dtype == torch.int32
@@ -279,36 +278,54 @@ def rope_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    batch: AttentionBatch,
     num_heads: int,
     scale: float,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-) -> None:
-    """Rotate q (times `scale`) of qkv[t, .] in place; rotate k and write k, v into their slots.
-
-    With an fp8 cache q and k are also spread over channels.
-    """
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """In place; what is returned is a view of qkv."""
     _, kv_heads, block_size, dim = v_cache.shape
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    queries = qkv[:, : num_heads * dim]
     if k_cache.dtype == torch.float8_e4m3fn:
-        triton_kernels("spread").rotate_and_spread(
-            qkv, k_cache, v_cache, cos_sin, positions, slots, num_heads, scale, norms, eps
+        spread.rotate_and_spread(
+            qkv, k_cache, v_cache, cos_sin, batch, num_heads, scale, norms, eps
         )
-        return
+        return queries
     q_norm, k_norm = norms if norms is not None else (cos_sin, cos_sin)
     total = num_heads + 2 * kv_heads
     # The layout of a tile decides in which order a norm adds up.
     heads = 16 if MODE.batch_invariant else min(16, next_power_of_2(total))
     _rope_kernel[(qkv.shape[0], cdiv(total, heads))](
-        qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
-        kv_heads, block_size, scale, eps,
+        qkv, k_cache, v_cache, cos_sin, batch.positions, batch.slots, q_norm, k_norm,
+        qkv.stride(0), num_heads, kv_heads, block_size, scale, eps,
         HAS_NORM=norms is not None, HALF=dim // 2, HEADS=heads, num_warps=4, **launch_options(),
     )  # fmt: skip
+    return queries
 
 
-def paged_attention(
+def attend_paged(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    for tiles in batch.tiles:
+        if not suits_hopper(q, v_cache, tiles, batch, num_heads, window):
+            attend_tiles(q, out, k_cache, v_cache, tiles, batch, num_heads, window, sinks)
+            continue
+        keys, values, unpacked = k_cache, v_cache, batch
+        if batch.pages is not None:
+            keys, values, unpacked = unpack_pages(k_cache, v_cache, batch)
+        prefill.launch(q, out, keys, values, tiles, unpacked, num_heads, window, sinks)
+
+
+def attend_tiles(
     q: torch.Tensor,
     out: torch.Tensor,
     k_cache: torch.Tensor,
@@ -319,14 +336,7 @@ def paged_attention(
     window: int,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
-    if suits_hopper(q, v_cache, tiles, batch, num_heads, window):
-        if batch.pages is not None:
-            k_cache, v_cache, batch = unpack_pages(k_cache, v_cache, batch)
-        triton_kernels("hopper.prefill").launch(
-            q, out, k_cache, v_cache, tiles, batch, num_heads, window, sinks
-        )
-        return
+    """Attention of the queries of these tiles by the plain kernel."""
     _, kv_heads, block_size, dim = v_cache.shape
     group = heads_of(tiles, num_heads // kv_heads)
     rows = max(16, next_power_of_2(tiles.tokens * group))
@@ -373,29 +383,13 @@ def suits_hopper(
     """
     heads = heads_of(tiles, num_heads // v_cache.shape[1])
     return (
-        hopper_takes(v_cache)
+        takes_full_tiles(v_cache)
         and (v_cache.dtype == torch.bfloat16 or (batch.pages is not None and not window))
         and q.dtype == torch.bfloat16
         and not tiles.rows  # narrow tiles share keys
         and tiles.tokens * heads == GPU_TILE_ROWS
         and tiles.seqs.shape[0] * (num_heads // heads) >= HOPPER_ITEMS
         and q.stride(0) % 8 == 0  # rows are copied 16 bytes at a time
-    )
-
-
-def hopper_takes(v_cache: torch.Tensor) -> bool:
-    """Whether kernels/gpu/hopper/prefill.py attends over a cache like this, or its pages unpacked.
-
-    Other heads, blocks that are no whole part or multiple of a tile of keys, and batch-invariant
-    mode stay with the plain kernel.
-    """
-    _, _, block_size, dim = v_cache.shape
-    return (
-        hopper.is_usable()
-        and v_cache.dtype in (torch.bfloat16, torch.float8_e4m3fn)
-        and block_size >= HOPPER_LEAST_BLOCK
-        and (HOPPER_KEYS % block_size == 0 or block_size % HOPPER_KEYS == 0)
-        and dim in HOPPER_DIMS
     )
 
 

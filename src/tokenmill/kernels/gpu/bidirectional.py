@@ -2,28 +2,25 @@
 
 The attention itself is in hopper/bidirectional.py.
 
-What kernels/rounded_attention.py rounds lies by head: codes of queries and keys
+What is rounded lies by head: codes of queries and keys
 [b, heads, tiles * TILE, DIM], values in fp8 with the keys of a channel side by side,
 [b, heads, DIM, tiles * TILE]. Places past the end are zeros.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels import triton_kernels
-from tokenmill.kernels.gpu import hopper
+from tokenmill.kernels.bidirectional import AttentionRounding, Rotation
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper import bidirectional as hopper
 from tokenmill.kernels.gpu.launch import cdiv, quick
 from tokenmill.kernels.gpu.modulation import load_row, row_parts, store_row
 from tokenmill.kernels.gpu.rows import FP8_LIMIT
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.rounded_attention import Rounding
 
 TILE = 128  # of codes
 
@@ -79,13 +76,9 @@ def norm_rotate_kernel(
 
 
 def norm_rotate(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    num_heads: int,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, num_heads: int, rotation: Rotation | None
 ) -> torch.Tensor:
-    """x[b, n, k], a part of wider rows or whole ones, -> [b, n, heads, dim]."""
+    """x may be a part of wider rows."""
     branches, tokens, k = x.shape
     assert x.stride(2) == 1 and x.stride(0) == tokens * x.stride(1)
     assert k % (2 * num_heads) == 0 and weight.is_contiguous()
@@ -105,13 +98,7 @@ def key_order(place):
     return (place & -15) | ((place & 6) << 1) | ((place & 8) >> 2)
 
 
-def runs_here() -> bool:
-    """True on the GPUs that attention is made for."""
-    return hopper.is_here()
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
     return attend_packed(plain(q, k, v), q, k.shape[1])
 
 
@@ -130,7 +117,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def attend_packed(packed: Packed, like: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Attention over plain or rounded tensors; the result is as `like`[b, n, heads, dim]."""
     out = torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    triton_kernels("hopper.bidirectional").launch(packed, out, num_keys)
+    hopper.launch(packed, out, num_keys)
     return out
 
 
@@ -188,7 +175,11 @@ def round_values_kernel(
 
 
 def round_rows(
-    x: torch.Tensor, rounding: Rounding, mean: torch.Tensor | None, blocks: bool, ordered: bool
+    x: torch.Tensor,
+    rounding: AttentionRounding,
+    mean: torch.Tensor | None,
+    blocks: bool,
+    ordered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x[b, n, heads, dim] -> codes, and scales of tiles [b, heads, tiles] or of all rows."""
     branches, tokens, heads, dim = x.shape
@@ -224,7 +215,7 @@ def round_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: Rounding) -> Packed:
+def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: AttentionRounding) -> Packed:
     """All that attention reads."""
     fp8 = rounding.fp8_values
     mean = k.mean(1, dtype=torch.float32).contiguous()
@@ -235,7 +226,6 @@ def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: Rounding) 
 
 
 def attend_rounded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: Rounding
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: AttentionRounding
 ) -> torch.Tensor:
-    """q[b, n, heads, dim], k and v[b, m, heads, dim] -> as q."""
     return attend_packed(pack(_rows(q), _rows(k), _rows(v), rounding), q, k.shape[1])

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels.drafts import Pair
 from tokenmill.kernels.gpu.launch import cdiv, quick
 
 BLOCK = 64
@@ -86,8 +87,7 @@ def place_drafts(
     block_size: int,
     max_len: int,
     pad_block: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and cache slots, int32 [seqs * width] each."""
+) -> Pair:
     count = base.shape[0] * width
     positions = torch.empty(count, dtype=torch.int32, device=base.device)
     slots = torch.empty_like(positions)
@@ -102,8 +102,7 @@ def place_drafts(
 
 def accept_drafts(
     tokens: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, contexts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that count, int64 [seqs], and their positions, int32 [seqs]."""
+) -> Pair:
     count, width = ids.shape
     lasts = torch.empty(count, dtype=torch.int64, device=ids.device)
     positions = torch.empty(count, dtype=torch.int32, device=ids.device)
@@ -125,7 +124,6 @@ def advance_drafts(
     capacities: torch.Tensor,
     max_len: int,
 ) -> torch.Tensor:
-    """tokens and drafts side by side, int32 [seqs, 2 k + 1]; the others become those to come."""
     count, depth = drafts.shape
     packed = torch.empty(count, 2 * depth + 1, dtype=torch.int32, device=ids.device)
     assert tokens.is_contiguous() and drafts.is_contiguous() and ids.is_contiguous()

@@ -7,24 +7,17 @@ read on the device. atomic_min makes the first key of a set and of an id the sam
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.gpu.launch import cdiv, quick
+from tokenmill.kernels import embedding
+from tokenmill.kernels.embedding import UNCLAIMED, Misses, RowCache
+from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 
-if TYPE_CHECKING:
-    from tokenmill.kernels.embedding import Misses, RowCache
-
-WAYS = tl.constexpr(16)
-CLAIM_MASK = tl.constexpr(2**20 - 1)
-UNCLAIMED = 2**31 - 1
-MIX0 = tl.constexpr(-7046029254386353131)
-MIX1 = tl.constexpr(-4658895280553007687)
-MIX2 = tl.constexpr(-7723592293110705685)
-MIX3 = tl.constexpr(7046029254386353131)
+WAYS = tl.constexpr(embedding.WAYS)
+CLAIM_MASK = tl.constexpr(embedding.CLAIMS - 1)
+MIX0, MIX1, MIX2, MIX3 = (tl.constexpr(mix) for mix in embedding.MIX)
 TILE_BYTES = 16384  # of rows that a program copies at once: eight 16-byte reads for each thread
 MISS_PROGRAMS = 2048  # a row each at a time, enough to hide the latency of the host's memory
 MAX_KEYS = 64  # whose tags fit the registers
@@ -188,9 +181,6 @@ def _write_kernel(
 
 
 def lookup_cached(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Misses:
-    """Copy resident rows to out, count all keys, list the misses."""
-    from tokenmill.kernels.embedding import Misses
-
     count, (keys, block) = len(ids), _tile(cache.rows)
     assert ids.is_contiguous() and out.is_contiguous() and cache.rows.is_contiguous()
     positions = torch.empty(count, dtype=torch.int32, device=ids.device)
@@ -209,9 +199,8 @@ def lookup_cached(cache: RowCache, ids: torch.Tensor, out: torch.Tensor) -> Miss
 def fetch_misses(
     cache: RowCache, ids: torch.Tensor, misses: Misses, table: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Copy the rows that missed from a table that the device can read."""
     assert table.is_contiguous() and table.dtype == out.dtype and table.shape[1] == out.shape[1]
-    programs, block = _shared(misses), _power_of_2(out.shape[1])
+    programs, block = _shared(misses), next_power_of_2(out.shape[1])
     _fetch_kernel[(programs,)](
         cache.claims, cache.totals, ids, misses.positions, misses.count, table, out, out.shape[1],
         PROGRAMS=programs, BLOCK=block, num_warps=row_warps(out),
@@ -219,8 +208,7 @@ def fetch_misses(
 
 
 def admit_misses(cache: RowCache, ids: torch.Tensor, misses: Misses, out: torch.Tensor) -> None:
-    """Complete equal misses, and put candidates in place of lesser rows."""
-    programs, block = _shared(misses), _power_of_2(out.shape[1])
+    programs, block = _shared(misses), next_power_of_2(out.shape[1])
     estimates = torch.empty(len(misses.positions), device=out.device)
     mask, dim = len(cache.sketch) - 1, out.shape[1]
     _copy_kernel[(programs,)](
@@ -235,7 +223,6 @@ def admit_misses(cache: RowCache, ids: torch.Tensor, misses: Misses, out: torch.
 
 
 def write_cached(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows of distinct ids where they are resident."""
     count, (keys, block) = len(ids), _tile(cache.rows)
     assert ids.is_contiguous() and rows.is_contiguous() and rows.dtype == cache.rows.dtype
     if count:
@@ -247,7 +234,7 @@ def write_cached(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None
 
 def _tile(rows: torch.Tensor) -> tuple[int, int]:
     """Keys and columns that a program copies at once."""
-    block = _power_of_2(rows.shape[1])
+    block = next_power_of_2(rows.shape[1])
     keys = TILE_BYTES // (block * rows.element_size())
     return min(max(keys, 1), MAX_KEYS), block
 
@@ -255,13 +242,9 @@ def _tile(rows: torch.Tensor) -> tuple[int, int]:
 def row_warps(rows: torch.Tensor) -> int:
     """Warps of a program that copies one row: each has 1 KiB of it, two reads of 16 bytes."""
     kibibytes = rows.shape[1] * rows.element_size() // 1024
-    return min(_power_of_2(max(kibibytes, 1)), 8)
+    return min(next_power_of_2(max(kibibytes, 1)), 8)
 
 
 def _shared(misses: Misses) -> int:
     """Programs that share the list of misses; powers of two, so that few kernels are compiled."""
-    return min(_power_of_2(max(len(misses.positions), 1)), MISS_PROGRAMS)
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    return min(next_power_of_2(max(len(misses.positions), 1)), MISS_PROGRAMS)

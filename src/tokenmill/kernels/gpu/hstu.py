@@ -14,7 +14,7 @@ their peak first: gate_rows writes them, and a product with scales by row and co
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,13 +23,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.rows import ELEMENTS_PER_WARP, FP8_LIMIT, MAX_WARPS
-from tokenmill.kernels.matmul import FP8, QuantizedRows
+from tokenmill.kernels.hstu import (
+    COLUMNS,
+    EPS,
+    STEP,
+    TILE_ROWS,
+    AffineNorm,
+    Jagged,
+    NormProduct,
+    RowIds,
+    RowTables,
+)
+from tokenmill.kernels.rows import FP8, QuantizedRows
 
-if TYPE_CHECKING:
-    from tokenmill.kernels.hstu import AffineNorm, Jagged, NormProduct, RowIds, RowTables
-
-EPS = 1e-6
-TILE_ROWS = 128  # query rows of a tile: two warp groups of 64
 ELEMENTS_OF_ROWS = 1024  # of a program that takes whole rows by one warp: its sums need no barrier
 
 
@@ -46,8 +52,8 @@ class ProductShape(NamedTuple):
     """Tile and pipeline of a product."""
 
     rows: int = 128
-    columns: int = 256
-    step: int = 64
+    columns: int = COLUMNS
+    step: int = STEP
     stages: int = 3
     warps: int = 8
 
@@ -355,7 +361,6 @@ def gate_rows_kernel(
 def input_rows(
     items: torch.Tensor, norm: AffineNorm, eps: float, tables: RowTables, ids: RowIds, scale: float
 ) -> torch.Tensor:
-    """As its reference, in one pass: an item's row is read once and a row of x written once."""
     (num_rows,), width = ids.order.shape, items.shape[1]
     assert all(part.is_contiguous() for part in (items, *norm, *tables, *ids))
     out = torch.empty(num_rows, width, dtype=items.dtype, device=items.device)
@@ -374,7 +379,6 @@ def whole_rows(width: int) -> tuple[int, int]:
 
 
 def swish_norm(x: torch.Tensor, norm: AffineNorm, eps: float) -> torch.Tensor:
-    """As its reference, in one pass."""
     (num_rows, width), out = x.shape, torch.empty_like(x)
     rows, block = whole_rows(width)
     assert x.is_contiguous()
@@ -393,7 +397,7 @@ def silu_attention(
     rows: Jagged,
     normaliser: int,
 ) -> torch.Tensor:
-    """As its reference; q, k and v may be columns of one matrix."""
+    """q, k and v may be columns of one matrix."""
     _, heads, dim = q.shape
     v_dim, tma, shape = v.shape[2], on_hopper(), ATTENTION
     tiles = rows.tiles
@@ -422,7 +426,6 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def norm_uvqk(x: torch.Tensor, product: NormProduct, gated: int) -> torch.Tensor:
-    """As its reference; u's columns must be whole tiles."""
     weight, sums, bias = product.folded
     (m, k), n = x.shape, weight.shape[1]
     shape = UVQK if on_hopper() else SMALL
@@ -459,7 +462,7 @@ def row_stats(x: torch.Tensor) -> torch.Tensor:
 def gate_output(
     x: torch.Tensor, u: torch.Tensor, o: torch.Tensor, norm: AffineNorm, weight: torch.Tensor
 ) -> torch.Tensor:
-    """As its reference; u may be columns of a wider matrix."""
+    """u may be columns of a wider matrix."""
     (m, width), n = o.shape, weight.shape[1]
     shape, tma = (OUTPUT, True) if on_hopper() else (SMALL, False)
     assert width % shape.step == 0 and x.stride(1) == u.stride(1) == o.stride(1) == 1
@@ -478,7 +481,7 @@ def gate_output(
 
 
 def gate_rows(u: torch.Tensor, o: torch.Tensor, norm: AffineNorm) -> QuantizedRows:
-    """As its reference; u may be columns of a wider matrix."""
+    """u may be columns of a wider matrix."""
     m, width = o.shape
     assert u.stride(1) == o.stride(1) == 1
     out = torch.empty(m, 3 * width, dtype=FP8.dtype, device=o.device)

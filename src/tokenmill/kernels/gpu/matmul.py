@@ -1,8 +1,8 @@
-"""Products y = x W^T that cuBLAS has no kernel for.
+"""Products y = x W^T: cuBLAS, or kernels for what it does not have.
 
 `skinny_matmul`: a few rows, bound by reading W; norm, gate, scales and residual ride along.
-`matmul`: any rows, each with the same bits in every batch, or of shapes that _scaled_mm refuses.
-`scale_product`: row and column scales, bias and residual after a product without them.
+`matmul_by_tiles`: any rows, each with the same bits in every batch, or of shapes that _scaled_mm
+refuses. `scale_product`: row and column scales, bias and residual after a product without them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,29 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.kernels import MODE
+from tokenmill.kernels import matmul as products
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper import gated
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.rows import activate
-from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, QuantizedRows
+from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight, few_rows, num_rows, unit_scales
+from tokenmill.kernels.product_trials import adds_slowly, by_lt, matmul_by_lt, second_is_faster
+from tokenmill.kernels.rows import (
+    FP8,
+    Activation,
+    QuantizedRows,
+    Rounding,
+    act_and_mul,
+    rms_norm,
+)
 
 MATMUL_TILE = (128, 128)  # the same for every m: a row's sum runs in one order whatever the batch
 PARTS_BYTES = 128 * 2**20  # of the sums of parts that wait for each other: few rows at a time
 MATMUL_LINE_BYTES = 128  # of k per step: one swizzled line of shared memory
 MATMUL_GROUP = 8  # row tiles that share their columns of W in L2
 SCALE_BLOCK = 1024
+SMALL_ROWS = 64  # up to here cuBLAS with one scale beats the kernel with row and column scales
 
 
 @triton.jit
@@ -34,15 +47,9 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _scale_and_bias(
-    product,
-    row_scales,
-    column_scales,
-    bias,
-    rows,
-    columns,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    product, row_scales, column_scales, bias, rows, columns,
+    SCALED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """product[rows, columns] in fp32, with what belongs to its rows and columns."""
     if SCALED:
         product = product * tl.load(row_scales + rows)[:, None]
@@ -74,30 +81,11 @@ def _fold(x, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
 @quick
 @triton.jit
 def _skinny_kernel(
-    x,
-    weight,
-    out,
-    norm,
-    row_scales,
-    column_scales,
-    bias,
-    m,
-    n,
-    k,
-    eps,
-    ROWS: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x, weight, out, norm, row_scales, column_scales, bias, m, n, k, eps,
+    ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
     row, column = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
     x_line = x + row[:, None, None] * k
@@ -157,7 +145,7 @@ def _tree(parts, place, size, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit(do_not_specialize=["size"])
 def _join_parts_kernel(
     parts, out, size, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = _tree(parts, place, size, 0, PARTS)
     if ADD:
@@ -168,25 +156,10 @@ def _join_parts_kernel(
 @quick
 @triton.jit(do_not_specialize=["m"])
 def _matmul_kernel(
-    x,
-    weight,
-    out,
-    row_scales,
-    column_scales,
-    bias,
-    m,
-    n,
-    k,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    x, weight, out, row_scales, column_scales, bias, m, n, k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     tile, row_tiles, column_tiles = tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN)
     first = tile // (GROUP * column_tiles) * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -215,16 +188,9 @@ def _matmul_kernel(
 @quick
 @triton.jit
 def _scale_kernel(
-    raw,
-    out,
-    row_scales,
-    column_scales,
-    bias,
-    n,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    raw, out, row_scales, column_scales, bias, n,
+    BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, columns = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
     place = row.to(tl.int64) * n + columns
@@ -270,54 +236,35 @@ def skinny_matmul(
     bias: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
-    gated: str | None = None,
+    gate: str | None = None,
     tile: tuple[int, int, int, int] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x[m, k] @ W.T (+ bias) -> [m, n] for few rows; or added to `add_to` in place.
 
-    `norm` (weight, eps) takes the RMSNorm of x first; `gated` names an activation and gives
+    `norm` (weight, eps) takes the RMSNorm of x first; `gate` names an activation and gives
     activation(gate) * up, [m, n / 2].
     """
     values, scales, dtype = _operands(x, weight)
     dtype = out_dtype or dtype
-    (m, k), n = values.shape, weight.n // 2 if gated else weight.n
+    (m, k), n = values.shape, weight.n // 2 if gate else weight.n
     assert m <= SKINNY_ROWS
-    bn, bk, warps, stages = tile or skinny_tile(n, k, gated is not None)
+    bn, bk, warps, stages = tile or skinny_tile(n, k, gate is not None)
     bk = min(bk, next_power_of_2(k))
     out = torch.empty(m, n, dtype=dtype, device=values.device) if add_to is None else add_to
     assert out.is_contiguous() and out.shape == (m, n)
     gain, eps = norm or (None, 0.0)
     _skinny_kernel[(cdiv(n, bn),)](
-        values,
-        weight.data,
-        out,
-        gain,
-        scales,
-        weight.scales,
-        bias,
-        m,
-        n,
-        k,
-        eps,
-        ROWS=next_power_of_2(m),
-        BN=bn,
-        BK=bk,
-        STAGES=stages,
-        EVEN=k % bk == 0,
-        NORM=norm is not None,
-        GATED=gated is not None,
-        ACTIVATION=gated or "",
-        SCALED=scales is not None,
-        BIAS=bias is not None,
-        ADD=add_to is not None,
-        num_warps=warps,
+        values, weight.data, out, gain, scales, weight.scales, bias, m, n, k, eps,
+        ROWS=next_power_of_2(m), BN=bn, BK=bk, STAGES=stages, EVEN=k % bk == 0,
+        NORM=norm is not None, GATED=gate is not None, ACTIVATION=gate or "",
+        SCALED=scales is not None, BIAS=bias is not None, ADD=add_to is not None, num_warps=warps,
         **launch_options(),
-    )
+    )  # fmt: skip
     return out
 
 
-def matmul(
+def matmul_by_tiles(
     x: torch.Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
@@ -338,10 +285,7 @@ def matmul(
 def matmul_parts(
     x: torch.Tensor, weight: PackedWeight, parts: int, add_to: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x[m, k] @ W.T -> fp32 [m, n], or added to `add_to` in place; bits of a row are its own.
-
-    Each of the equal parts of k is summed by itself, and the sums of parts pair by pair.
-    """
+    """Bits of a row are its own."""
     values, _, _ = _operands(x, weight)
     (m, k), n = values.shape, weight.n
     assert parts in (1, 2, 4, 8) and k % parts == 0
@@ -372,27 +316,11 @@ def _launch(
     bm, bn = MATMUL_TILE
     bk = MATMUL_LINE_BYTES // values.element_size()
     _matmul_kernel[(cdiv(m, bm) * cdiv(n, bn), parts)](
-        values,
-        weight.data,
-        out,
-        scales,
-        weight.scales,
-        bias,
-        m,
-        n,
-        k,
-        BM=bm,
-        BN=bn,
-        BK=bk,
-        GROUP=MATMUL_GROUP,
-        EVEN=k // parts % bk == 0,
-        SCALED=scales is not None,
-        BIAS=bias is not None,
-        ADD=add,
-        PARTS=parts,
-        num_warps=8,
+        values, weight.data, out, scales, weight.scales, bias, m, n, k,
+        BM=bm, BN=bn, BK=bk, GROUP=MATMUL_GROUP, EVEN=k // parts % bk == 0,
+        SCALED=scales is not None, BIAS=bias is not None, ADD=add, PARTS=parts, num_warps=8,
         num_stages=4,
-    )
+    )  # fmt: skip
 
 
 def scale_product(
@@ -407,15 +335,146 @@ def scale_product(
     out = raw if add_to is None else add_to
     assert raw.is_contiguous() and out.is_contiguous() and out.shape == raw.shape
     _scale_kernel[(m, cdiv(n, SCALE_BLOCK))](
-        raw,
-        out,
-        row_scales,
-        column_scales,
-        bias,
-        n,
-        BIAS=bias is not None,
-        ADD=add_to is not None,
-        BLOCK=SCALE_BLOCK,
-        num_warps=4,
-    )
+        raw, out, row_scales, column_scales, bias, n,
+        BIAS=bias is not None, ADD=add_to is not None, BLOCK=SCALE_BLOCK, num_warps=4,
+    )  # fmt: skip
     return out
+
+
+def matmul(
+    x: torch.Tensor | QuantizedRows,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if MODE.batch_invariant:
+        return matmul_by_tiles(x, weight, bias, add_to)
+    if num_rows(x) <= SKINNY_ROWS:
+        return skinny_matmul(x, weight, bias, add_to)
+    if not isinstance(x, QuantizedRows):
+        return _matmul_cublas(x, weight.data, bias, add_to)
+    if not _suits_scaled_mm(weight):
+        return matmul_by_tiles(x, weight, bias, add_to)
+    if _row_scaled(num_rows(x), weight):
+        out = _matmul_row_scaled(x, weight, bias)
+        return out if add_to is None else add_to.add_(out)
+    assert weight.scales is not None
+    raw = _scaled_mm(x.values, weight.data, *unit_scales(weight.data.device))
+    return scale_product(raw, x.scales, weight.scales, bias, add_to)
+
+
+def _matmul_cublas(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    add_to: torch.Tensor | None,
+) -> torch.Tensor:
+    if add_to is None:
+        if bias is None and by_lt(x, weight):
+            return matmul_by_lt(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+    out = add_to.addmm_(x, weight.T)
+    return out if bias is None else out.add_(bias)
+
+
+def _matmul_row_scaled(
+    x: QuantizedRows, weight: PackedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    assert weight.scales is not None
+    return _scaled_mm(x.values, weight.data, x.scales[:, None], weight.scales[None, :], bias)
+
+
+def _scaled_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fp8 x[m, k] @ weight[n, k].T -> bf16 [m, n]."""
+    return torch._scaled_mm(
+        x, weight.T, x_scales, weight_scales, bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _by_cublas(x: torch.Tensor | QuantizedRows, weight: PackedWeight) -> bool:
+    """True where a product is one of torch's, in bf16."""
+    return num_rows(x) > SKINNY_ROWS and weight.scales is None and not MODE.batch_invariant
+
+
+def _row_scaled(m: int, weight: PackedWeight) -> bool:
+    """True where the product is one _scaled_mm with a scale per row and per column."""
+    return m > SMALL_ROWS and _suits_scaled_mm(weight) and not MODE.batch_invariant
+
+
+def _suits_scaled_mm(weight: PackedWeight) -> bool:
+    return weight.data.dtype == FP8.dtype and weight.n % 16 == 0 and weight.k % 16 == 0
+
+
+def adds_in_place(
+    x: torch.Tensor | QuantizedRows, weight: PackedWeight, bias: torch.Tensor | None = None
+) -> bool:
+    """cuBLAS adds a bias at a product's end, or the product to a residual, but not both.
+
+    cuBLASLt, which computes some products faster, is reached with a bias alone.
+    """
+    if not _by_cublas(x, weight):
+        return not _row_scaled(num_rows(x), weight)
+    assert isinstance(x, torch.Tensor)
+    return bias is None and not by_lt(x, weight.data) and not adds_slowly(x, weight.data)
+
+
+def matmul_gelu(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:
+    if _by_cublas(x, weight):
+        return torch._addmm_activation(bias, x, weight.data.T, use_gelu=True)
+    return products.matmul_gelu.reference(x, weight, bias)
+
+
+def norm_matmul(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return skinny_matmul(x, weight, bias, norm=(norm, eps))
+
+
+def norm_matmul_gated(
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    rounding: Rounding | None = None,
+    activation: Activation = "silu",
+) -> torch.Tensor | QuantizedRows:
+    if few_rows(x, weight, delta):
+        if isinstance(activation, str) and rounding is None:
+            return skinny_matmul(x, weight, bias, norm=(norm, eps), gate=activation)
+        product = norm_matmul(x, norm, eps, weight, bias)
+        return act_and_mul(product, rounding, activation)
+    rows = rms_norm(x, norm, eps, weight.rounding, delta)
+    plain = rounding is None and bias is None and activation == "silu"
+    if plain and isinstance(rows, torch.Tensor) and _gates_itself(rows, weight.data):
+        return gated.gated_product(rows, weight.data)
+    return act_and_mul(products.matmul(rows, weight, bias), rounding, activation)
+
+
+def _gates_itself(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True where one kernel for Hopper computes the product and its gate, unless a trial was lost.
+
+    Kernels that no trial was held for run, too: so the warm-up knows all that are to be compiled.
+    """
+    if "gated_product" in MODE.without or x.shape[0] <= SKINNY_ROWS:
+        return False
+    if not gated.suits(x.shape[0], weight):
+        return False
+    return second_is_faster((_product_and_gate, gated.gated_product), x, weight, untried=True)
+
+
+def _product_and_gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | QuantizedRows:
+    n, k = weight.shape
+    return act_and_mul(products.matmul(x, PackedWeight(weight, None, n, k, tiled=False)))

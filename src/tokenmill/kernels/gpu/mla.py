@@ -8,21 +8,18 @@ kernels/gpu/hopper/mla.py takes whole tiles of 64 rows of bfloat16.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels import MODE, triton_kernels
-from tokenmill.kernels.attention import num_splits
+from tokenmill.kernels import MODE
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, num_splits
 from tokenmill.kernels.gpu import hopper
-from tokenmill.kernels.gpu.attention import LOG2E, _join_kernel
+from tokenmill.kernels.gpu.attention import _join_kernel
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper import mla as hopper_mla
+from tokenmill.kernels.gpu.hopper.two_groups import LOG2E
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 MAX_ROWS = 64  # as many sums of 512 channels as two groups of four warps hold
 KEYS = 64  # per turn: with the queries, two turns of 576 channels just fit into shared memory
@@ -178,7 +175,6 @@ def latent_cache(
     batch: AttentionBatch,
     interleaved: bool,
 ) -> None:
-    """Write the normed latent and the rotated key part; rotate q's last channels in place."""
     tokens, heads, head_dim = q.shape
     block_size, latent = latent_cache.shape[2:]
     assert q.stride(2) == 1 and q.stride(1) == head_dim and kv.stride(1) == 1
@@ -191,7 +187,20 @@ def latent_cache(
     )  # fmt: skip
 
 
-def latent_attention(
+def attend_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    rope_cache: torch.Tensor,
+    latent_cache: torch.Tensor,
+    scale: float,
+) -> None:
+    for tiles in batch.tiles:
+        attend_tiles(q_latent, q, out, rope_cache, latent_cache, tiles, batch, scale)
+
+
+def attend_tiles(
     q_latent: torch.Tensor,
     q: torch.Tensor,
     out: torch.Tensor,
@@ -221,9 +230,8 @@ def latent_attention(
         tiles.tokens, scale,
     )  # fmt: skip
     if _suits_hopper(q_latent, q, rope_cache, latent_cache, tiles):
-        triton_kernels("hopper.mla").launch(
-            (parts, count, splits), q_latent, q, rope_cache, latent_cache, common
-        )
+        grid = parts, count, splits
+        hopper_mla.launch(grid, q_latent, q, rope_cache, latent_cache, common)
     else:
         _latent_kernel[(parts, count, splits)](
             q_latent, q, rope_cache, latent_cache, *common,

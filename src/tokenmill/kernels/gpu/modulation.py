@@ -1,7 +1,7 @@
 """Norms and activations of a video model, fp32 inside whatever the tensors hold.
 
-A program takes a whole row, which it reads once. Rows come back as (values, scales), scales being
-None unless the values are fp8. Of frames a program takes all channels of neighbouring positions.
+A program takes a whole row, which it reads once; of frames it takes all channels of neighbouring
+positions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
-from tokenmill.kernels.gpu.rows import FP8_LIMIT, MAX_WARPS, Rows, activate
+from tokenmill.kernels.gpu.rows import FP8_LIMIT, MAX_WARPS, activate
+from tokenmill.kernels.modulation import Added
+from tokenmill.kernels.rows import QuantizedRows, Rounding
 
 PART_PER_WARP = 1024  # elements of a row's first part
 FRAME_TILE = 8192  # channels, as a power of two, times positions of a program
@@ -135,34 +137,42 @@ def norm_modulate(
     factor: torch.Tensor,
     shift: torch.Tensor,
     eps: float,
-    fp8: bool,
-    delta: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-) -> Rows:
-    """x[m, k] with fp32 factor[k] and shift[k]; delta[m, k] * gate[k] is added to x first."""
+    rounding: Rounding | None = None,
+    added: Added | None = None,
+) -> torch.Tensor | QuantizedRows:
+    """factor and shift are fp32."""
+    delta, gate = added or (None, None)
     m, k = x.shape
     assert x.is_contiguous() and factor.is_contiguous() and shift.is_contiguous()
     assert delta is None or (delta.is_contiguous() and delta.shape == x.shape)
     assert gate is None or gate.is_contiguous()
-    out, scales = _outputs(x, fp8)
+    out, scales = _outputs(x, rounding is not None)
     norm_modulate_kernel[(m,)](
         x, x if delta is None else delta, factor if gate is None else gate, factor, shift, out,
         out if scales is None else scales, k, eps,
-        ADD=delta is not None, GATED=gate is not None, FP8=fp8, **row_parts(k),
+        ADD=delta is not None, GATED=gate is not None, FP8=scales is not None, **row_parts(k),
     )  # fmt: skip
-    return out, scales
+    return out if scales is None else QuantizedRows(out, scales)
 
 
-def round_rows(x: torch.Tensor, gelu: bool) -> Rows:
-    """x[m, k], or its GELU, -> fp8 [m, k] and fp32 scales [m]."""
+def gelu_rows(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | QuantizedRows:
+    return _to_fp8(x, gelu=True)
+
+
+def round_rows(x: torch.Tensor, rounding: Rounding | None) -> torch.Tensor | QuantizedRows:
+    return _to_fp8(x, gelu=False)
+
+
+def _to_fp8(x: torch.Tensor, gelu: bool) -> QuantizedRows:
     m, k = x.shape
     assert x.is_contiguous()
     out, scales = _outputs(x, True)
+    assert scales is not None
     round_rows_kernel[(m,)](x, out, scales, k, GELU=gelu, FAST=x.is_cuda, **row_parts(k))
-    return out, scales
+    return QuantizedRows(out, scales)
 
 
-def _outputs(x: torch.Tensor, fp8: bool) -> Rows:
+def _outputs(x: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not fp8:
         return torch.empty_like(x), None
     scales = torch.empty(len(x), device=x.device, dtype=torch.float32)
@@ -181,7 +191,7 @@ def row_parts(k: int) -> dict[str, int | bool]:
 
 
 def norm_silu(x: torch.Tensor, gamma: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """x[1, c, t, h, w] behind `before`[1, c, f, h, w], whose frames are dense."""
+    """Frames must be dense."""
     _, channels, frames, height, width = x.shape
     seen, size = before.shape[2], height * width
     for part in (x, before):

@@ -1,7 +1,4 @@
-"""Experts on a GPU: routing, tokens sorted by expert into tiles, one product over all tiles, sum.
-
-The number of tiles is known to the device alone; as many programs run as there can be at most, and
-those beyond the last tile end at once. So a CUDA graph holds all of it.
+"""Experts on a GPU: the router's choice, products over the tiles of expert_tiles.py, their sum.
 
 On Hopper kernels/gpu/hopper/moe.py takes the products of bfloat16; those of MXFP4 are in
 kernels/gpu/mxfp4.py.
@@ -9,28 +6,25 @@ kernels/gpu/mxfp4.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels import MODE, triton_kernels
-from tokenmill.kernels.gpu import hopper
-from tokenmill.kernels.gpu import rows as gpu_rows
+from tokenmill.kernels import MODE
+from tokenmill.kernels.gpu import hopper, mxfp4
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.expert_tiles import Tiles, sort_by_expert
+from tokenmill.kernels.gpu.hopper import moe as hopper_moe
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
-from tokenmill.kernels.gpu.matmul import _load
-from tokenmill.kernels.matmul import QuantizedRows
+from tokenmill.kernels.gpu.matmul import _load, matmul_by_tiles, skinny_matmul
+from tokenmill.kernels.gpu.rows import act_and_mul, quantize_rows
+from tokenmill.kernels.matmul import SKINNY_ROWS, PackedWeight
 from tokenmill.kernels.moe import PackedExperts, Routing
-from tokenmill.kernels.norm import Activation
+from tokenmill.kernels.rows import FP8, Activation, QuantizedRows
 
 LINE_BYTES = 128  # of k per step
+ROUTER_TILE = (1, 1024, 4, 3)  # of the few rows of W: a program each
 GROUP = 8  # tiles that share their columns of W in L2
-RANK_BLOCK = 256
-PLACE_BLOCK = 32
-FEW_ROWS = 1024  # up to here one launch sorts
-SORT_SPAN = 256
 SUM_BLOCK = 1024
 
 
@@ -88,79 +82,6 @@ def _route_kernel(
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)
     tl.store(ids + row * TOP_K + slot, chosen, mask=slot < TOP_K)
     tl.store(weights + row * TOP_K + slot, weight * scaling, mask=slot < TOP_K)
-
-
-@quick
-@triton.jit(do_not_specialize=["count"])
-def _rank_kernel(ids, counts, ranks, count, BLOCK: tl.constexpr):
-    """Number each row among those of its expert; the order is any, and no result depends on it."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    expert = tl.load(ids + index, mask=inside, other=0)
-    rank = tl.atomic_add(counts + expert, 1, mask=inside)
-    tl.store(ranks + index, rank, mask=inside)
-
-
-@triton.jit
-def _place(
-    index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Put each row into its tile; a tile's first row says whose it is and how many rows it has."""
-    expert, inside = tl.arange(0, EXPERTS), index < count
-    tiles = tl.cdiv(sizes, ROWS)
-    ends = tl.cumsum(tiles, axis=0)
-    starts = ends - tiles
-    mine = own[:, None] == expert[None, :]
-    tile = tl.sum(tl.where(mine, starts[None, :], 0), axis=1) + rank // ROWS
-    left = tl.sum(tl.where(mine, sizes[None, :], 0), axis=1) - rank
-    tl.store(sorted_rows + tile * ROWS + rank % ROWS, index, mask=inside)
-    leads = inside & (rank % ROWS == 0)
-    tl.store(tile_experts + tile, own, mask=leads)
-    tl.store(tile_sizes + tile, tl.minimum(left, ROWS), mask=leads)
-    if tl.program_id(0) == 0:
-        tl.store(num_tiles, tl.sum(tiles, axis=0))
-
-
-@quick
-@triton.jit(do_not_specialize=["count"])
-def _place_kernel(
-    ids, ranks, counts, sorted_rows, tile_experts, tile_sizes, num_tiles, count, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    expert = tl.arange(0, EXPERTS)
-    sizes = tl.load(counts + expert, mask=expert < num_experts, other=0)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(ids + index, mask=index < count, other=0)
-    rank = tl.load(ranks + index, mask=index < count, other=0)
-    _place(
-        index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count, ROWS,
-        EXPERTS,
-    )  # fmt: skip
-
-
-@quick
-@triton.jit(do_not_specialize=["count"])
-def _sort_kernel(
-    ids, sorted_rows, tile_experts, tile_sizes, num_tiles, count,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Few rows: each program counts all of them itself, and one launch is enough."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sizes, rank = tl.zeros([EXPERTS], tl.int32), tl.zeros([BLOCK], tl.int32)
-    wait(EARLY)
-    own = tl.load(ids + index, mask=index < count, other=0)
-    for start in range(0, count, SPAN):
-        other = start + tl.arange(0, SPAN)
-        chosen = tl.load(ids + other, mask=other < count, other=-1)
-        sizes += tl.histogram(chosen, EXPERTS, mask=other < count)
-        before = (chosen[None, :] == own[:, None]) & (other[None, :] < index[:, None])
-        rank += tl.sum(before.to(tl.int32), axis=1)
-    _place(
-        index, own, rank, sizes, sorted_rows, tile_experts, tile_sizes, num_tiles, count, ROWS,
-        EXPERTS,
-    )  # fmt: skip
 
 
 @quick
@@ -227,16 +148,13 @@ def _sum_kernel(
     tl.store(out + token * n + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-class Tiles(NamedTuple):
-    """Rows of tokens' choices (token * top_k + choice) sorted by expert, `rows` to a tile."""
-
-    sorted_rows: torch.Tensor  # int32 [most * rows]
-    experts: torch.Tensor  # int32 [most]
-    sizes: torch.Tensor  # int32 [most]: rows of a tile that are used
-    num_used: torch.Tensor  # int32 [1]: tiles that are used
-    rows: int
-    most: int  # tiles that there can be
-    single: bool = False  # each row has a tile of its own, in the order of choices
+def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    if MODE.batch_invariant:
+        zeros = torch.zeros(x.shape[0], weight.n, device=x.device)
+        return matmul_by_tiles(x, weight, None, zeros)
+    if x.shape[0] <= SKINNY_ROWS:
+        return skinny_matmul(x, weight, tile=ROUTER_TILE, out_dtype=torch.float32)
+    return torch.mm(x, weight.data.T, out_dtype=torch.float32)
 
 
 def route(
@@ -245,7 +163,6 @@ def route(
     routing: Routing,
     logit_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts int32 [t, top_k] and their weights fp32 [t, top_k]; of equal scores the first."""
     tokens, num_experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
@@ -260,56 +177,6 @@ def route(
         EXPERTS=next_power_of_2(num_experts), num_warps=1, **launch_options(),
     )  # fmt: skip
     return ids, weights
-
-
-def tile_rows(num_rows: int, num_experts: int) -> int:
-    """Rows per tile: about what an expert gets, as tensor cores take them."""
-    if MODE.batch_invariant:
-        return 64
-    per_expert: int = next_power_of_2(-(-num_rows // num_experts))
-    return min(128, max(16, per_expert))
-
-
-def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
-    """Tiles of the rows of ids[t, top_k], `rows` to a tile or about what an expert gets."""
-    count, device = ids.numel(), ids.device
-    rows = rows or tile_rows(count, num_experts)
-    most = min(count, count // rows + num_experts)
-    sorted_rows = torch.empty(most * rows, dtype=torch.int32, device=device)
-    experts, sizes = torch.empty(2, most, dtype=torch.int32, device=device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    tiles = Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
-    sort = _sort_few if count <= FEW_ROWS else _sort_many
-    sort(ids, tiles, num_experts)
-    return tiles
-
-
-def single_tiles(ids: torch.Tensor) -> Tiles:
-    """A tile for each row, which takes no launch: few tokens seldom choose the same expert."""
-    flat = ids.flatten()
-    return Tiles(flat, flat, flat, flat, 16, flat.shape[0], single=True)
-
-
-def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
-    count, slots = ids.numel(), next_power_of_2(num_experts)
-    _sort_kernel[(cdiv(count, PLACE_BLOCK),)](
-        ids, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
-        ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, SPAN=SORT_SPAN, num_warps=4,
-        **launch_options(),
-    )  # fmt: skip
-
-
-def _sort_many(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
-    count, slots = ids.numel(), next_power_of_2(num_experts)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
-    ranks = torch.empty(count, dtype=torch.int32, device=ids.device)
-    _rank_kernel[(cdiv(count, RANK_BLOCK),)](
-        ids, counts, ranks, count, BLOCK=RANK_BLOCK, num_warps=4
-    )
-    _place_kernel[(cdiv(count, PLACE_BLOCK),)](
-        ids, ranks, counts, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
-        num_experts, ROWS=tiles.rows, EXPERTS=slots, BLOCK=PLACE_BLOCK, num_warps=4,
-    )  # fmt: skip
 
 
 def grouped_tile(rows: int) -> tuple[int, int, int]:
@@ -342,10 +209,6 @@ def grouped_matmul(
     return out
 
 
-def _rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | QuantizedRows:
-    return values if scales is None else QuantizedRows(values, scales)
-
-
 def apply_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -353,41 +216,33 @@ def apply_experts(
     down: PackedExperts,
     activation: Activation = "silu",
 ) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) of x[t, k] by each of its experts ids[t, top_k], a row each."""
     count, top_k, num_experts = ids.numel(), ids.shape[1], gate_up.num_experts
+    if not count:
+        return x.new_empty(0, down.n)
     if gate_up.mxfp4:
-        results: torch.Tensor = triton_kernels("mxfp4").apply_experts(
-            x, ids, gate_up, down, activation
-        )
-        return results
+        return mxfp4.apply_experts(x, ids, gate_up, down, activation)
     if activation == "silu" and _suits_hopper(x, gate_up, down):
-        grouped = triton_kernels("hopper.moe")
-        tiles = sort_by_expert(ids, num_experts, grouped.tile_rows(count, num_experts))
-        results = grouped.down_product(
-            grouped.gate_up_product(x, gate_up, tiles, share=top_k), down, tiles, count
-        )
-        return results
-    fp8 = gate_up.scales is not None
-    rows = _rows(*gpu_rows.quantize_rows(x)) if fp8 else x
+        tiles = sort_by_expert(ids, num_experts, hopper_moe.tile_rows(count, num_experts))
+        gated = hopper_moe.gate_up_product(x, gate_up, tiles, share=top_k)
+        return hopper_moe.down_product(gated, down, tiles, count)
+    rounding = FP8 if gate_up.scales is not None else None
+    rows = quantize_rows(x, rounding) if rounding else x
     tiles = sort_by_expert(ids, num_experts)
     inner = grouped_matmul(rows, gate_up, tiles, count, share=top_k)
-    gated = _rows(*gpu_rows.act_and_mul(inner, fp8, activation=activation))
-    return grouped_matmul(gated, down, tiles, count, share=1)
+    return grouped_matmul(act_and_mul(inner, rounding, activation), down, tiles, count, share=1)
 
 
 def _suits_hopper(x: torch.Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
     """bfloat16 without biases and matrices of whole tiles of kernels/gpu/hopper/moe.py."""
     if not hopper.is_usable() or x.dtype != torch.bfloat16 or gate_up.bias is not None:
         return False
-    suits = triton_kernels("hopper.moe").suits
-    return all(w.data is not None and w.data.dtype == x.dtype and suits(w) for w in (gate_up, down))
+    both = gate_up, down
+    return all(w.data is not None and w.data.dtype == x.dtype and hopper_moe.suits(w) for w in both)
 
 
 def add_choices(results: torch.Tensor, weights: torch.Tensor, add_to: torch.Tensor) -> None:
-    """Add to add_to[t, n] the sum of results[t * top_k, n] by weights[t, top_k].
-
-    Results may come in parts, [parts, t * top_k, n].
-    """
+    if not weights.numel():
+        return
     (tokens, top_k), n = weights.shape, results.shape[-1]
     parts = results.shape[0] if results.dim() == 3 else 1
     assert results.is_contiguous() and add_to.is_contiguous() and add_to.shape == (tokens, n)

@@ -24,11 +24,11 @@ import triton.language as tl
 
 from tokenmill.kernels import MODE
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.expert_tiles import Tiles, single_tiles, sort_by_expert
 from tokenmill.kernels.gpu.launch import cdiv, quick
-from tokenmill.kernels.gpu.moe import Tiles, single_tiles, sort_by_expert
 from tokenmill.kernels.gpu.rows import clamped_swiglu
 from tokenmill.kernels.moe import PackedExperts
-from tokenmill.kernels.norm import Activation, ClampedSwiGLU
+from tokenmill.kernels.rows import Activation, ClampedSwiGLU
 
 SIDE = tl.constexpr(64)  # rows and channels of a tile of W
 WORDS = tl.constexpr(512)  # of its values
@@ -390,10 +390,7 @@ def apply_experts(
     down: PackedExperts,
     activation: Activation,
 ) -> torch.Tensor:
-    """down(act(gate(x), up(x))) of x[t, k] by each of its experts ids[t, top_k], a row each.
-
-    Of a few tokens parts to be added up: see down_product.
-    """
+    """Of a few tokens parts to be added up: see down_product."""
     if not isinstance(activation, ClampedSwiGLU):
         raise ValueError(f"experts in MXFP4: the activation is {activation!r}, not ClampedSwiGLU")
     count, num_experts = ids.numel(), gate_up.num_experts

@@ -37,7 +37,6 @@ def unpack(
     rows: torch.Tensor,
     columns: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages tables[rows, columns] of both caches, bf16 [pages, kv_heads, block_size, dim]."""
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and tables.stride(1) == 1
     assert k_cache.shape == v_cache.shape
     shape, size = (rows.shape[0], *k_cache.shape[1:]), k_cache[0].numel()

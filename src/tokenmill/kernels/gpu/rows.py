@@ -1,13 +1,10 @@
 """Row-wise kernels: norms, gating and rounding, fp32 inside whatever the tensors hold.
 
 A program takes a whole row, which it reads once: the norm and the scale of an fp8 row need all of
-it. Gating without a scale takes a row in parts, so that no row is padded to a power of two. Rows
-come back as (values, scales), scales being None unless the values are fp8.
+it. Gating without a scale takes a row in parts, so that no row is padded to a power of two.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,44 +12,28 @@ import triton.language as tl
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.norm import Activation
+from tokenmill.kernels.rows import Activation, QuantizedRows, Rounding
 
 FP8_LIMIT = tl.constexpr(448.0)
 ELEMENTS_PER_WARP = 512  # two 16-byte accesses in flight per thread and tensor
-GATHERED_PER_WARP = 256  # tl.gather of Triton 3.6 goes wrong where one warp holds 512
 MAX_WARPS = 16
 PART = 2048  # elements of a row that a program gates: four warps' worth
 
-Rows = tuple[torch.Tensor, torch.Tensor | None]
-
 
 @triton.jit
-def _store_row(
-    y, out, scales, channels, row, k, columns, FP8: tl.constexpr, CHANNELS: tl.constexpr
-):
-    line = out + row * (k + 2 * CHANNELS)
+def _store_row(y, out, scales, row, k, columns, FP8: tl.constexpr):
     if FP8:
         peak = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-30)
         tl.store(scales + row, peak / FP8_LIMIT)
         y = y * (FP8_LIMIT / peak)
-    tl.store(line + columns, y.to(out.dtype.element_ty), mask=columns < k)
-    if CHANNELS > 0:  # what these lost by rounding, and their rounded values again
-        extra = tl.arange(0, CHANNELS)
-        picked = tl.gather(y, tl.load(channels + extra), axis=0)
-        rounded = picked.to(out.dtype.element_ty)
-        lost = (picked - rounded.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(line + k + extra, lost)
-        tl.store(line + k + CHANNELS + extra, rounded)
+    tl.store(out + row * k + columns, y.to(out.dtype.element_ty), mask=columns < k)
 
 
 @quick
 @triton.jit
 def _rms_norm_kernel(
-    x, delta, weight, out, scales, channels, k, eps,
-    ADD: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, delta, weight, out, scales, k, eps,
+    ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -67,7 +48,7 @@ def _rms_norm_kernel(
         values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / k + eps)
     y = values * inverse * gain
-    _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
+    _store_row(y, out, scales, row, k, columns, FP8)
 
 
 @quick
@@ -133,9 +114,8 @@ def clamped_swiglu(gate, up, alpha, limit):
 @quick
 @triton.jit
 def _act_and_mul_kernel(
-    gate_up, out, scales, channels, k, stride, alpha, limit,
-    ACTIVATION: tl.constexpr, FP8: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    gate_up, out, scales, k, stride, alpha, limit,
+    ACTIVATION: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -150,63 +130,55 @@ def _act_and_mul_kernel(
         gate = tl.load(line + columns, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(line + k + columns, mask=inside, other=0.0).to(tl.float32)
         y = activate(gate, ACTIVATION) * up
-    _store_row(y, out, scales, channels, row, k, columns, FP8, CHANNELS)
+    _store_row(y, out, scales, row, k, columns, FP8)
 
 
 @quick
 @triton.jit
-def _quantize_kernel(
-    x, out, scales, channels, k, stride,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+def _quantize_kernel(x, out, scales, k, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + columns, mask=columns < k, other=0.0).to(tl.float32)
-    _store_row(values, out, scales, channels, row, k, columns, True, CHANNELS)
+    _store_row(values, out, scales, row, k, columns, True)
 
 
-def _empty_rows(like: torch.Tensor, k: int, fp8: bool) -> Rows:
-    """Outputs of like.shape[0] rows of k."""
-    dtype = torch.float8_e4m3fn if fp8 else like.dtype
-    values = torch.empty(like.shape[0], k, dtype=dtype, device=like.device)
-    scales = torch.empty(like.shape[0], device=like.device) if fp8 else None
-    return values, scales
+def _empty_rows(
+    like: torch.Tensor, k: int, rounding: Rounding | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values and, in fp8, scales of like.shape[0] rows of k."""
+    if rounding is None:
+        return torch.empty(like.shape[0], k, dtype=like.dtype, device=like.device), None
+    values = torch.empty(like.shape[0], k, dtype=rounding.dtype, device=like.device)
+    return values, torch.empty(like.shape[0], device=like.device)
 
 
-def _launch(k: int, channels: torch.Tensor | None) -> dict[str, int]:
-    per_warp = ELEMENTS_PER_WARP if channels is None else GATHERED_PER_WARP
-    return {"CHANNELS": _count(channels), **_whole_row(k, per_warp)}
+def _found(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | QuantizedRows:
+    return values if scales is None else QuantizedRows(values, scales)
 
 
-def _whole_row(k: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, int]:
+def _whole_row(k: int) -> dict[str, int]:
     block = next_power_of_2(k)
-    warps = max(1, min(MAX_WARPS, block // per_warp))
+    warps = max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP))
     return {"BLOCK": block, "num_warps": warps, **launch_options()}
-
-
-def _count(channels: torch.Tensor | None) -> int:
-    return 0 if channels is None else channels.shape[0]
 
 
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    fp8: bool = False,
+    rounding: Rounding | None = None,
     delta: torch.Tensor | None = None,
-    channels: torch.Tensor | None = None,
-) -> Rows:
-    """RMSNorm of x[m, k] in x's type or fp8; `delta` is added to x in place first."""
+) -> torch.Tensor | QuantizedRows:
     m, k = x.shape
     assert x.is_contiguous() and weight.is_contiguous()
     assert delta is None or (delta.is_contiguous() and delta.shape == x.shape)
-    out, scales = _empty_rows(x, k + 2 * _count(channels), fp8)
-    add = delta is not None
+    out, scales = _empty_rows(x, k, rounding)
     _rms_norm_kernel[(m,)](
-        x, delta, weight, out, scales, channels, k, eps, ADD=add, FP8=fp8, **_launch(k, channels)
-    )
-    return out, scales
+        x, delta, weight, out, scales, k, eps,
+        ADD=delta is not None, FP8=scales is not None, **_whole_row(k),
+    )  # fmt: skip
+    return _found(out, scales)
 
 
 def layer_norm(
@@ -216,7 +188,6 @@ def layer_norm(
     eps: float,
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """LayerNorm of x[m, k]; `delta` is added to x in place first."""
     m, k = x.shape
     assert x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous()
     assert delta is None or (delta.is_contiguous() and delta.shape == x.shape)
@@ -228,7 +199,6 @@ def layer_norm(
 def norm_pair(
     a: torch.Tensor, b: torch.Tensor, a_weight: torch.Tensor, b_weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of a[m, k] and of b[m, k] side by side, [m, 2k]."""
     m, k = a.shape
     assert a.is_contiguous() and b.is_contiguous() and a.shape == b.shape and a.dtype == b.dtype
     out = torch.empty(m, 2 * k, dtype=a.dtype, device=a.device)
@@ -237,29 +207,25 @@ def norm_pair(
 
 
 def act_and_mul(
-    gate_up: torch.Tensor,
-    fp8: bool = False,
-    channels: torch.Tensor | None = None,
-    activation: Activation = "silu",
-) -> Rows:
-    """activation(gate) * up of gate_up[m, 2k] -> [m, k] in its type or fp8."""
+    gate_up: torch.Tensor, rounding: Rounding | None = None, activation: Activation = "silu"
+) -> torch.Tensor | QuantizedRows:
     m, k = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
-    out, scales = _empty_rows(gate_up, k + 2 * _count(channels), fp8)
+    out, scales = _empty_rows(gate_up, k, rounding)
     named = isinstance(activation, str)
     clamp = (0.0, 0.0) if isinstance(activation, str) else (activation.alpha, activation.limit)
-    launch = _launch(k if fp8 or channels is not None else min(k, PART), channels)
+    launch = _whole_row(min(k, PART) if rounding is None else k)
     _act_and_mul_kernel[(m, cdiv(k, launch["BLOCK"]))](
-        gate_up, out, scales, channels, k, gate_up.stride(0), *clamp,
-        ACTIVATION=activation if named else "clamped_swiglu", FP8=fp8, **launch,
+        gate_up, out, scales, k, gate_up.stride(0), *clamp,
+        ACTIVATION=activation if named else "clamped_swiglu", FP8=scales is not None, **launch,
     )  # fmt: skip
-    return out, scales
+    return _found(out, scales)
 
 
-def quantize_rows(x: torch.Tensor, channels: torch.Tensor | None = None) -> Rows:
-    """x[m, k] in fp8."""
+def quantize_rows(x: torch.Tensor, rounding: Rounding) -> QuantizedRows:
     m, k = x.shape
     assert x.stride(1) == 1
-    out, scales = _empty_rows(x, k + 2 * _count(channels), fp8=True)
-    _quantize_kernel[(m,)](x, out, scales, channels, k, x.stride(0), **_launch(k, channels))
-    return out, scales
+    out, scales = _empty_rows(x, k, rounding)
+    assert scales is not None
+    _quantize_kernel[(m,)](x, out, scales, k, x.stride(0), **_whole_row(k))
+    return QuantizedRows(out, scales)

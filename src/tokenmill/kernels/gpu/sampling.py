@@ -1,4 +1,4 @@
-"""Argmax, penalties, biases and the seeded draw over rows of the vocabulary, without a sort.
+"""Argmax, penalties, biases, masks and the seeded draw over rows of the vocabulary, without a sort.
 
 Rows are cut into chunks, one program each: a row of 150,000 logits keeps dozens of multiprocessors
 busy, so that one row takes no longer than many. A second program per row looks at the chunks'
@@ -11,16 +11,12 @@ best are looked at, collected beforehand, unless they are too many or do not suf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.sampling import Biases, Filters, Penalties
+from tokenmill.kernels.sampling import Biases, Filters, Masks, Penalties
 
 CHUNK = 4096  # logits of one program
 CAPACITY = 16384  # values near the best that are collected of a row
@@ -117,21 +113,9 @@ def _load_filters(temperature, min_p, top_k, top_p, row, size):
 @quick
 @triton.jit
 def _survey_kernel(
-    logits,
-    stride,
-    size,
-    bests,
-    temperature,
-    min_p,
-    top_k,
-    top_p,
-    counts,
-    near_sums,
-    sums,
-    chunks,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, stride, size, bests, temperature, min_p, top_k, top_p, counts, near_sums, sums, chunks,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Of each chunk: how many values are near the best, their weight, and that of all."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = _row_best(bests, row, chunks, WIDTH)
@@ -149,21 +133,9 @@ def _survey_kernel(
 @quick
 @triton.jit
 def _collect_kernel(
-    logits,
-    stride,
-    size,
-    bests,
-    temperature,
-    min_p,
-    top_k,
-    top_p,
-    counts,
-    near_values,
-    chunks,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
+    logits, stride, size, bests, temperature, min_p, top_k, top_p, counts, near_values, chunks,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
     """Write the values near the best, in the order of their ids, to near_values[row]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = _row_best(bests, row, chunks, WIDTH)
@@ -222,24 +194,10 @@ def _threshold(values, size, low, best, scale, k, p, total, BLOCK: tl.constexpr)
 @quick
 @triton.jit
 def _threshold_kernel(
-    logits,
-    stride,
-    size,
-    bests,
-    temperature,
-    min_p,
-    top_k,
-    top_p,
-    counts,
-    near_sums,
-    sums,
-    near_values,
-    thresholds,
-    chunks,
-    WIDTH: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, stride, size, bests, temperature, min_p, top_k, top_p, counts, near_sums, sums,
+    near_values, thresholds, chunks,
+    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     best = _row_best(bests, row, chunks, WIDTH)
     scale, share, k, p = _load_filters(temperature, min_p, top_k, top_p, row, size)
@@ -263,17 +221,9 @@ def _threshold_kernel(
 @quick
 @triton.jit
 def _chunk_sum_kernel(
-    logits,
-    stride,
-    size,
-    bests,
-    temperature,
-    thresholds,
-    sums,
-    chunks,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, stride, size, bests, temperature, thresholds, sums, chunks,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale = tl.load(temperature + row)
     if scale > 0:
@@ -294,20 +244,9 @@ def _first_above(weights, ends, target, indices):
 @quick
 @triton.jit
 def _draw_kernel(
-    logits,
-    stride,
-    size,
-    bests,
-    best_ids,
-    temperature,
-    thresholds,
-    sums,
-    uniforms,
-    out,
-    chunks,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, stride, size, bests, best_ids, temperature, thresholds, sums, uniforms, out, chunks,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = _row_argmax(bests, best_ids, row, chunks, WIDTH)
     scale = tl.load(temperature + row)
@@ -335,18 +274,10 @@ def _penalised(x, count, repetition, frequency, presence):
 @quick
 @triton.jit
 def _penalise_kernel(
-    logits,
-    stride,
-    offsets,
-    ids,
-    num_outputs,
-    repetitions,
-    frequencies,
-    presences,
-    last_ids,
+    logits, stride, offsets, ids, num_outputs, repetitions, frequencies, presences, last_ids,
     pending,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     repetition = tl.load(repetitions + row)
@@ -381,6 +312,20 @@ def _bias_kernel(logits, stride, offsets, ids, values, BLOCK: tl.constexpr):
         tl.store(places, x + tl.load(values + entries, mask=inside, other=0.0), mask=inside)
 
 
+@quick
+@triton.jit
+def _mask_kernel(logits, stride, size, numbers, words, num_words, out, CHUNK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = columns < size
+    number = tl.load(numbers + row).to(tl.int64)
+    bounded = inside & (number >= 0)
+    own = tl.load(words + number * num_words + columns // 32, mask=bounded, other=-1)
+    x = tl.load(logits + row * stride + columns, mask=inside).to(tl.float32)
+    x = tl.where((own >> (columns % 32)) & 1 != 0, x, -float("inf"))
+    tl.store(out + row * size + columns, x, mask=inside)
+
+
 def _chunk_bests(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each chunk and its id, [rows, chunks]."""
     rows, size = logits.shape
@@ -395,7 +340,6 @@ def _chunk_bests(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def argmax(logits: torch.Tensor, least: int = -1) -> torch.Tensor:
-    """The id of each row's largest logit: [rows, vocab] -> int32 [rows]."""
     bests, best_ids = _chunk_bests(logits)
     rows, chunks = bests.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -421,23 +365,13 @@ def _thresholds(logits: torch.Tensor, bests: torch.Tensor, filters: Filters) -> 
         *inputs, counts, near_values, chunks, WIDTH=width, CHUNK=CHUNK, CAPACITY=CAPACITY
     )
     _threshold_kernel[(rows,)](
-        *inputs,
-        counts,
-        near_sums,
-        sums,
-        near_values,
-        thresholds,
-        chunks,
-        WIDTH=width,
-        CAPACITY=CAPACITY,
-        BLOCK=BLOCK,
-        num_warps=16,
-    )
+        *inputs, counts, near_sums, sums, near_values, thresholds, chunks,
+        WIDTH=width, CAPACITY=CAPACITY, BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip
     return thresholds
 
 
 def sample(logits: torch.Tensor, filters: Filters, uniforms: torch.Tensor) -> torch.Tensor:
-    """One token per row of logits [rows, vocab] by its number of fp64 [rows] -> int32 [rows]."""
     bests, best_ids = _chunk_bests(logits)
     thresholds = _thresholds(logits, bests, filters)
     rows, chunks = bests.shape
@@ -449,19 +383,21 @@ def sample(logits: torch.Tensor, filters: Filters, uniforms: torch.Tensor) -> to
         *strided, filters.temperature, thresholds, sums, chunks, WIDTH=width, CHUNK=CHUNK
     )
     _draw_kernel[(rows,)](
-        *strided,
-        best_ids,
-        filters.temperature,
-        thresholds,
-        sums,
-        uniforms,
-        out,
-        chunks,
-        WIDTH=width,
-        CHUNK=CHUNK,
-        num_warps=8,
-    )
+        *strided, best_ids, filters.temperature, thresholds, sums, uniforms, out, chunks,
+        WIDTH=width, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
     return out
+
+
+def adjust(
+    logits: torch.Tensor, penalties: Penalties | None, biases: Biases | None
+) -> torch.Tensor:
+    logits = logits.to(torch.float32, copy=True)
+    if penalties is not None:
+        penalise(logits, penalties)
+    if biases is not None:
+        add_biases(logits, biases)
+    return logits
 
 
 def penalise(logits: torch.Tensor, penalties: Penalties) -> None:
@@ -470,6 +406,16 @@ def penalise(logits: torch.Tensor, penalties: Penalties) -> None:
     _penalise_kernel[(len(logits),)](
         logits, logits.stride(0), *penalties, BLOCK=1024, enable_fp_fusion=False
     )
+
+
+def masked(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
+    (rows, size), num_words = logits.shape, masks.words.shape[1]
+    assert logits.stride(1) == 1 and masks.words.is_contiguous() and 32 * num_words >= size
+    out = torch.empty(rows, size, dtype=logits.dtype, device=logits.device)
+    _mask_kernel[(rows, cdiv(size, CHUNK))](
+        logits, logits.stride(0), size, *masks, num_words, out, CHUNK=CHUNK
+    )
+    return out
 
 
 def add_biases(logits: torch.Tensor, biases: Biases) -> None:

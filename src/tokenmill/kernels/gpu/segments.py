@@ -6,23 +6,20 @@ channels at once: a head of 72 is one part of 64 channels and one of 16, half of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.kernels import triton_kernels
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
+from tokenmill.kernels.gpu.hopper import segments as hopper_segments
+from tokenmill.kernels.gpu.hopper.two_groups import LOG2E
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
-from tokenmill.kernels.segments import TILE_ROWS
+from tokenmill.kernels.segments import TILE_ROWS, Segments
 
-if TYPE_CHECKING:
-    from tokenmill.kernels.segments import Segments
-
-LOG2E = tl.constexpr(1.4426950408889634)
 NARROWEST = 16  # channels of a product
 
 
@@ -161,7 +158,6 @@ def segment_kernel(
 
 
 def rotate_heads(qkv: torch.Tensor, cos_sin: torch.Tensor, num_heads: int, scale: float) -> None:
-    """Rotate q (times `scale`) and k of qkv[t, 3 * heads * dim] in place."""
     half = cos_sin.shape[1] // 2
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     assert qkv.shape == (cos_sin.shape[0], 6 * num_heads * half)
@@ -183,13 +179,10 @@ def split_channels(dim: int) -> tuple[int, int]:
 
 
 def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> torch.Tensor:
-    """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
     aligned = qkv.stride(0) * qkv.element_size() % 16 == 0
-    if aligned and hopper.is_usable() and qkv.dtype == torch.bfloat16:
-        made = triton_kernels("hopper.segments")
-        if made.takes(qkv.shape[1] // 3 // num_heads):
-            found: torch.Tensor = made.attend(qkv, segments, num_heads)
-            return found
+    suits = hopper_segments.takes(qkv.shape[1] // 3 // num_heads)
+    if aligned and suits and hopper.is_usable() and qkv.dtype == torch.bfloat16:
+        return hopper_segments.attend(qkv, segments, num_heads)
     return attend(qkv, segments, num_heads, TILE, aligned and enabled())
 
 

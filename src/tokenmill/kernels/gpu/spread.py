@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.kernels.attention import spread_width
+from tokenmill.kernels.attention import AttentionBatch, spread_width
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.launch import cdiv, quick
 
@@ -155,8 +155,7 @@ def rotate_and_spread(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    batch: AttentionBatch,
     num_heads: int,
     scale: float,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
@@ -170,8 +169,8 @@ def rotate_and_spread(
     turns = max(1, qkv.shape[0] * (q_tiles + 2 * kv_tiles) // PROGRAMS)
     q_parts, kv_parts = cdiv(q_tiles, turns), cdiv(kv_tiles, turns)
     _spread_kernel[(qkv.shape[0], q_parts + 2 * kv_parts)](
-        qkv, k_cache, v_cache, cos_sin, positions, slots, q_norm, k_norm, qkv.stride(0), num_heads,
-        kv_heads, q_parts, kv_parts, scale, eps,
+        qkv, k_cache, v_cache, cos_sin, batch.positions, batch.slots, q_norm, k_norm,
+        qkv.stride(0), num_heads, kv_heads, q_parts, kv_parts, scale, eps,
         HAS_NORM=norms is not None, DIM=dim, BLOCK=block_size, HEADS=heads, WIDTH=spread_width(dim),
         num_warps=1, **launch_options(),
     )  # fmt: skip

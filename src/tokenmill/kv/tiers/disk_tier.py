@@ -1,12 +1,14 @@
 """Blocks in the files of a folder, which all workers of a host may share.
 
-All lies in `tokenmill-kv` below the folder that is given, and only files whose names blocks can
-have are ever counted or removed: what else is in the folder is not ours.
+All lies in `tokenmill-kv` below the folder that is given, which is for this user alone: whoever
+writes there could put words into prompts, and whoever reads there could learn them. Only files
+whose names blocks can have are ever counted or removed: what else is in the folder is not ours.
 
 A file is written under a name of its own and then renamed, so that a reader finds all of it or
 nothing; what does not agree with its checksum is removed and never served. The bytes of all files
-are counted in the file `usage`, whose lock is held while a file comes or goes; who opens the folder
-counts them anew. A file has its size before it is written, so that bytes on their way count, too.
+are counted in the file `usage`, whose lock is held while a file comes or goes, and is waited for
+ten seconds at most; who opens the folder counts them anew. A file has its size before it is
+written, so that bytes on their way count, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import struct
 import tempfile
 import threading
@@ -41,8 +44,9 @@ _FOLDER = re.compile("/[0-9a-f]{32}/[0-9a-f]{2}")  # a model's, and in it a part
 _BLOCK = re.compile(f"[0-9a-f]{{{2 * (DIGEST_BYTES + HASH_BYTES)}}}({WINDOW.hex()})?")
 _TEMPORARY = re.compile(rf"\.{_BLOCK.pattern}\.[0-9]+\.[0-9]+")  # a process and its thread
 _STALE_S = 600  # a file under a temporary name that is older belongs to nobody
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_S = 10.0  # how long a full disk is left alone
+_PAUSE = (errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
+_PAUSE_S = 10.0  # how long a disk that is full, or whose lock does not come free, is left alone
+_LOCK_S = 10.0  # how long the lock of others is waited for
 _ROOM = 16  # when the folder is full, the oldest files leave until a part of so many is free
 
 _log = logging.getLogger(__name__)
@@ -61,7 +65,7 @@ class DiskTier:
         self._lock = threading.Lock()  # of this process; the file's lock is for others
         self.num_corrupt = 0  # files that were torn or altered
         self._warned = False
-        self._full_until = 0.0  # no room was left on the disk: nothing is written before this time
+        self._paused_until = 0.0  # nothing is written before this time
         try:
             self._open()
         except OSError as error:
@@ -72,11 +76,12 @@ class DiskTier:
             ) from None
 
     def _open(self) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (self._top / "usage").open("a"):
-            pass
+        self._top.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._top, self._folder):
+            _own_folder(folder)
+        os.close(os.open(self._top / "usage", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         probe = self._folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
+        os.close(_create(probe))
         probe.unlink()
         with self._usage() as usage:
             files, total = self._scan()
@@ -137,7 +142,7 @@ class DiskTier:
         path = self._path(name)
         if self._found(name):
             return True
-        if time.monotonic() < self._full_until:
+        if time.monotonic() < self._paused_until:
             return False
         num_bytes = sum(page.nbytes for page in pages)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -151,8 +156,8 @@ class DiskTier:
             self._finish(temporary, path, name)
         except OSError as error:
             self._remove(temporary)
-            if error.errno in _FULL:
-                self._full_until = time.monotonic() + _FULL_S
+            if error.errno in _PAUSE:
+                self._paused_until = time.monotonic() + _PAUSE_S
             return self._refuse(error.strerror or str(error))
         return True
 
@@ -216,7 +221,7 @@ class DiskTier:
                 usage.set(self._shrink(self.max_bytes - self.max_bytes // _ROOM - num_bytes))
             if usage.value + num_bytes > self.max_bytes:
                 raise OSError(errno.ENOSPC, f"{self.max_bytes} bytes have no room for it")
-            with temporary.open("wb") as file:
+            with open(_create(temporary), "wb") as file:
                 file.truncate(num_bytes)
             usage.set(usage.value + num_bytes)
 
@@ -255,20 +260,20 @@ class DiskTier:
         found, total, now = [], 0, time.time()
         for path in _files(self._top):
             with suppress(OSError):
-                stat = path.stat()
+                facts = path.stat()
                 if _BLOCK.fullmatch(path.name):
-                    found.append((stat.st_mtime_ns, stat.st_size, path))
-                elif now - stat.st_mtime > _STALE_S:
+                    found.append((facts.st_mtime_ns, facts.st_size, path))
+                elif now - facts.st_mtime > _STALE_S:
                     path.unlink()
                     continue
-                total += stat.st_size
+                total += facts.st_size
         return found, total
 
     @contextmanager
     def _usage(self) -> Iterator[_Usage]:
         """The count of bytes, while nobody else changes it."""
         with (self._top / "usage").open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file.fileno())
             yield _Usage(file.fileno())
 
     def _is_own(self, path: Path) -> bool:
@@ -291,6 +296,32 @@ class _Usage:
     def set(self, value: int) -> None:
         self.value = value
         os.pwrite(self._fd, value.to_bytes(8, "little"), 0)
+
+
+def _own_folder(folder: Path) -> None:
+    """Make a folder that this user alone can read and write, or find it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, f"{folder} is a link, or belongs to another user")
+    folder.chmod(0o700)
+
+
+def _create(path: Path) -> int:
+    """An empty file that this user alone can read."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+
+
+def _lock(fd: int) -> None:
+    """Wait for the lock of a file, which a process that was stopped may hold."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise OSError(errno.ETIMEDOUT, f"another process held the lock for {_LOCK_S:g} s")
+        time.sleep(0.005)
 
 
 def _files(top: Path) -> Iterator[Path]:

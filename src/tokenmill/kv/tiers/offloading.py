@@ -20,8 +20,8 @@ from tokenmill.core.kv import DISK, HOST
 from tokenmill.kv.tiers.disk_tier import Bytes, DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
 from tokenmill.kv.transfer import Read
+from tokenmill.sched.cache.prefix import Load, find_stored
 from tokenmill.sched.cache.tiers import Page, hash_of, is_full
-from tokenmill.sched.loading import Load, names_to_load
 from tokenmill.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class KVTiers:
         evicted = self._scheduler.take_evicted()
         if evicted:
             self._save(evicted)
-        for load in self._scheduler.loading.take_started():
+        for load in self._scheduler.admission.take_loads():
             self._copying.append(self._start(load))
         if self._disk is not None:
             self._prefetch(self._disk)
@@ -231,8 +231,9 @@ class KVTiers:
             room = self.host.num_free - self._num_spare // 2
             if room <= 0 or self._prefetches:
                 return
-            names = names_to_load(self._scheduler.pool, seq)
-            absent = [(name, n) for name, n in names if name not in self.host and name in disk]
+            stored = find_stored(self._scheduler.pool, seq)
+            missing = stored.missing if stored else []
+            absent = [(name, n) for name, n in missing if name not in self.host and name in disk]
             for name, num_slots in absent:
                 room -= num_slots
                 if room < 0 or len(self._prefetches) >= _MOST_READS:
@@ -313,7 +314,7 @@ class KVTiers:
             self._keep(name, slots, read)
         if loaded:
             self._count_load(copy)
-        self._scheduler.end_load(copy.load, loaded)
+        self._scheduler.admission.end_load(copy.load, loaded)
         return True
 
     def _count_load(self, copy: _Copy) -> None:

@@ -78,7 +78,7 @@ class GGUFTensor:
     file: Path
     shape: tuple[int, ...]
     type_name: str
-    offset: int
+    begin: int
     num_bytes: int
     num_permuted_heads: int = 0  # 0: rows are in Hugging Face order already
 
@@ -88,7 +88,7 @@ class GGUFTensor:
 
     def read(self) -> torch.Tensor:
         """F32, F16 and BF16 as stored, quantised types as fp32; rows in Hugging Face order."""
-        raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.num_bytes,))
+        raw = np.memmap(self.file, np.uint8, "r", self.begin, (self.num_bytes,))
         if self.type_name in _PLAIN_TYPES:
             tensor = torch.from_numpy(np.array(raw)).view(_PLAIN_TYPES[self.type_name])
         else:
@@ -293,7 +293,7 @@ def read_header(path: Path) -> tuple[Metadata, dict[str, GGUFTensor]]:
         if place.name in tensors:
             raise ModelLoadError(f"{path}: {place.name} is in the file twice")
         tensor = _tensor(path, place.name, place.shape, place.kind, place.offset)
-        if tensor.offset + tensor.num_bytes > header.file_bytes:
+        if tensor.begin + tensor.num_bytes > header.file_bytes:
             raise ModelLoadError(f"{path}: truncated: {place.name} lies past the end of the file")
         tensors[place.name] = tensor
     return header.metadata, tensors

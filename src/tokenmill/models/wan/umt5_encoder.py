@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from tokenmill.core.specs.wan import TextEncoderSpec
-from tokenmill.kernels.norm import rms_norm_reference
+from tokenmill.kernels.rows import rms_norm
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype
 from tokenmill.models.family import Shape
 
@@ -81,7 +81,7 @@ class EncoderLayer:
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    normed = rms_norm_reference(x, weight, eps)
+    normed = rms_norm.reference(x, weight, eps)
     assert isinstance(normed, torch.Tensor)
     return normed
 

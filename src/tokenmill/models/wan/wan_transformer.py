@@ -14,10 +14,15 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 
 from tokenmill.core.specs.wan import WanTransformerSpec
-from tokenmill.kernels.bidirectional import Rotation, attend, norm_rotate
-from tokenmill.kernels.matmul import QuantizedRows
+from tokenmill.kernels.bidirectional import (
+    AttentionRounding,
+    Rotation,
+    attend,
+    attend_rounded,
+    norm_rotate,
+)
 from tokenmill.kernels.modulation import Added, add_gated, gelu_rows, norm_modulate, round_rows
-from tokenmill.kernels.rounded_attention import Rounding, attend_rounded
+from tokenmill.kernels.rows import QuantizedRows
 from tokenmill.layers.linear import ComputeType, Device, Linear, activation_dtype, plain_type
 from tokenmill.models.family import Shape
 from tokenmill.models.wan.wan_split import TokenSplit
@@ -113,7 +118,7 @@ class SelfAttention:
         self.out = tensors.linear(f"{name}.to_out.0")
         self.norms = [tensors.fp32(f"{name}.norm_{part}.weight") for part in "qk"]
         self.num_heads, self.eps = spec.num_heads, spec.eps
-        self.rounding: Rounding | None = None
+        self.rounding: AttentionRounding | None = None
 
     def __call__(self, x: Rows, rotation: Rotation, branches: int) -> torch.Tensor:
         """[branches * n, k] -> the same shape; n are the tokens of this rank."""
@@ -232,7 +237,7 @@ class WanTransformer:
         self.out = own.linear("proj_out", plain=True)
         self._rotation: tuple[Grid, Rotation] | None = None
 
-    def round_attention(self, rounding: Rounding | None) -> None:
+    def round_attention(self, rounding: AttentionRounding | None) -> None:
         """What self-attention rounds from now on."""
         for block in self.blocks:
             block.attention.rounding = rounding

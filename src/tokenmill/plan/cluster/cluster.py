@@ -56,7 +56,7 @@ class ClusterConfig:
     rule: DisaggregationRule = field(default_factory=DisaggregationRule)
     pool: PoolConfig = field(default_factory=PoolConfig)
     start_s: float = 120.0
-    leaps: bool = True
+    skips: bool = True
     seed: int = 0
 
     def router_config(self) -> RouterConfig:
@@ -106,8 +106,8 @@ class ClusterConfig:
         )
         mtp = (0 if place.role == PREFILL else replica.mtp_depth), self.acceptance
         rng = random.Random(f"{self.seed} {place.name} {number}")
-        leaps = self.leaps and not mtp[0] and not self.prefix_cache and not sliding.num_groups
-        return Rank(config, pool, Positions(self.spec), mtp, rng, leaps)
+        skips = self.skips and not mtp[0] and not self.prefix_cache and not sliding.num_groups
+        return Rank(config, pool, Positions(self.spec), mtp, rng, skips)
 
 
 @cache

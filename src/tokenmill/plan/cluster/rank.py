@@ -9,7 +9,7 @@ from tokenmill.core.types import Request, RequestOutput, StepResult
 from tokenmill.plan.cluster.rank_work import OUTPUT_TOKEN, Positions, RankWork, TokenCount
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.sched.cache.blocks import BlockPool
-from tokenmill.sched.leap import Quiet
+from tokenmill.sched.decode_only import DecodeOnlyRun
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import Sequence, num_drafts
 
@@ -19,7 +19,7 @@ MOST_STEPS = 1 << 20  # to look ahead
 
 
 class Rank:
-    """Quiet steps are only counted; whoever asks or adds something first makes up for them."""
+    """Steps that only decode are counted; what asks or adds something first makes up for them."""
 
     def __init__(
         self,
@@ -28,17 +28,17 @@ class Rank:
         positions: Positions,
         mtp: tuple[int, float] = (0, 0.0),
         rng: random.Random | None = None,
-        leaps: bool = True,
+        skips: bool = True,
     ) -> None:
         """`mtp` is (drafts of a step, share of them that is accepted after an accepted one)."""
         self.scheduler = Scheduler(config, pool, frozenset())
-        self._positions, self._leaps = positions, leaps
+        self._positions, self._skips = positions, skips
         self._depth, self._acceptance = mtp
         self._rng = rng or random.Random(0)
         self._batch: Batch | None = None
-        self._quiet: Quiet | None = None
-        self._lag = 0  # quiet steps that the scheduler does not know of
-        self._is_quiet = False  # the step that runs
+        self._run: DecodeOnlyRun | None = None
+        self._lag = 0  # steps of it that the scheduler does not know of
+        self._is_counted = False  # the step that runs is one of these
         self._load: Load | None = None
         self._outlook: Outlook | None = None
         self.num_computed = 0  # tokens of all its steps
@@ -49,30 +49,30 @@ class Rank:
         """As Scheduler.load(), now."""
         if self._load is None:
             self._load = self.scheduler.load()
-        if self._quiet is None or not self._lag:
+        if self._run is None or not self._lag:
             return self._load
         num_requests, num_tokens = self._load
         return num_requests, num_tokens + self._grown()
 
     def outlook(self) -> Outlook:
-        """As Scheduler.outlook(), now: quiet steps do not change it."""
+        """As Scheduler.outlook(), now: steps that only decode do not change it."""
         if self._outlook is None:
             self._outlook = self.scheduler.outlook()
         return self._outlook
 
     def _grown(self) -> int:
-        pool, quiet = self.scheduler.pool, self._quiet
-        return quiet.num_blocks(self._lag) * pool.block_size if quiet else 0
+        pool, run = self.scheduler.pool, self._run
+        return run.num_blocks(self._lag) * pool.block_size if run else 0
 
     @property
     def kv_tokens(self) -> int:
         return self.scheduler.pool.num_used_tokens + self._grown()
 
     def catch_up(self) -> Scheduler:
-        """The scheduler, with all quiet steps taken."""
+        """The scheduler, with all counted steps taken."""
         if self._lag:
-            self.scheduler.leap([TOKEN] * self._lag)
-        self._lag, self._quiet = 0, None
+            self.scheduler.skip_decode_steps([TOKEN] * self._lag)
+        self._lag, self._run = 0, None
         self._load = self._outlook = None
         return self.scheduler
 
@@ -84,7 +84,7 @@ class Rank:
 
     def receive(self, seq: Sequence) -> None:
         """Run a sequence whose KV has come."""
-        self.catch_up().receiving.received(seq, TOKEN)
+        self.catch_up().receive(seq, TOKEN)
         if not self.scheduler.pool.prefix_cache:
             seq.token_ids = TokenCount(len(seq.token_ids))
 
@@ -92,14 +92,14 @@ class Rank:
 
     def choose(self, now_ns: int, hold: bool) -> RankWork:
         """What the rank computes in the step that begins now."""
-        if self._quiet is None and self._leaps:
-            self._quiet = self.scheduler.quiet_steps(MOST_STEPS)
-        quiet = self._quiet
-        if quiet and self._lag < quiet.num_steps and (hold or not self.outlook()[0]):
-            work = RankWork.of_quiet(quiet, self._lag, self._positions)
-            self.load()  # as it was before the first quiet step
+        if self._run is None and self._skips:
+            self._run = self.scheduler.decode_only_run(MOST_STEPS)
+        run = self._run
+        if run and self._lag < run.num_steps and (hold or not self.outlook()[0]):
+            work = RankWork.of_decode_only(run, self._lag, self._positions)
+            self.load()  # as it was before the first of them
             self._lag += 1
-            self._is_quiet = True
+            self._is_counted = True
         else:
             batch = self.catch_up().schedule(now_ns, hold)
             self._batch = batch if batch.items else None
@@ -109,9 +109,9 @@ class Rank:
         return work
 
     def finish(self) -> tuple[list[RequestOutput], list[tuple[str, int]]]:
-        """End the step: outputs and (request, prompt tokens computed); none of a quiet one."""
+        """End the step: outputs and (request, prompt tokens computed); none if only counted."""
         batch, self._batch = self._batch, None
-        self._is_quiet = False
+        self._is_counted = False
         if batch is None:
             return [], []
         tokens: list[list[int]] = []
@@ -148,5 +148,5 @@ class Rank:
 
     def cancel(self) -> None:
         """Forget the step: its worker has died."""
-        self._lag -= self._is_quiet
-        self._batch, self._is_quiet = None, False
+        self._lag -= self._is_counted
+        self._batch, self._is_counted = None, False

@@ -8,7 +8,7 @@ from itertools import repeat
 
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.predict.step_cost import Work
-from tokenmill.sched.leap import Quiet
+from tokenmill.sched.decode_only import DecodeOnlyRun
 from tokenmill.sched.sequence import Batch
 
 OUTPUT_TOKEN = 1 << 62  # plus the request's number: no answer is another's prefix
@@ -94,10 +94,10 @@ class RankWork:
         return work
 
     @classmethod
-    def of_quiet(cls, quiet: Quiet, lag: int, positions: Positions) -> RankWork:
-        """The step after `lag` quiet ones."""
-        count = quiet.num_running
-        seen = positions.of_tokens(quiet.num_tokens + count * lag)
+    def of_decode_only(cls, run: DecodeOnlyRun, lag: int, positions: Positions) -> RankWork:
+        """The step after the first `lag` of a run."""
+        count = run.num_running
+        seen = positions.of_tokens(run.num_tokens + count * lag)
         return cls(count, count, seen, sampled=count)
 
     def times(self, factor: float) -> Work:

@@ -113,7 +113,7 @@ class Simulation:
             self._main.adopt(entry.sent_as, worker.name, num_prompt + known, 0)
         for one in worker.ranks:
             one.scheduler.schedule(START_NS, hold_context=True)
-            for seq in one.scheduler.receiving.take_started():
+            for seq in one.scheduler.admission.take_to_receive():
                 one.receive(seq)
 
     # Requests come.
@@ -292,7 +292,7 @@ class Simulation:
     def _take_started(self, worker: Worker) -> None:
         """Sequences that have got blocks for their KV; that from before the run is there."""
         for index, rank in enumerate(worker.ranks):
-            for seq in rank.scheduler.receiving.take_started():
+            for seq in rank.scheduler.admission.take_to_receive():
                 entry = self.open.get(seq.request_id)
                 if seq.request.kv_from == BEFORE:
                     worker.received.append((index, seq))
@@ -335,7 +335,7 @@ class Simulation:
             entry.worker.abort(entry.sent_as)
             if handover.receiver is not None:
                 rank, seq = handover.receiver
-                entry.worker.ranks[rank].scheduler.receiving.release(seq)
+                entry.worker.ranks[rank].scheduler.release(seq)
 
     # Workers come and go.
 

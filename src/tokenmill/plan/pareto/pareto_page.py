@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.bench.report import page as html
-from tokenmill.bench.report.charts import Axis, Chart, Html, Series, amount_axis, draw, ramp, short
-from tokenmill.bench.report.page import Notice, Page, Section
+from tokenmill.bench.report.charts import Axis, Chart, Series, amount_axis, ramp, short
+from tokenmill.bench.report.page import Folded, Grid, Notice, ReportPage, Section, Table
 from tokenmill.plan.pareto.curves import OFFLINE, Case, Curve, Point, point_report
 from tokenmill.plan.pareto.published_points import PublishedPoint
 
@@ -41,10 +40,10 @@ class Result:
         return dict(zip(names, ramp(len(names)), strict=True))
 
 
-def pareto_page(result: Result) -> Page:
+def pareto_page(result: Result) -> ReportPage:
     """Predictions as lines with their intervals, published rows as dots."""
     case = result.case
-    blocks = [html.grid([_throughput(result), _price(result)])]
+    blocks = [Grid([_throughput(result), _price(result)])]
     sections = [
         Section(
             "Predicted curves",
@@ -56,14 +55,13 @@ def pareto_page(result: Result) -> Page:
     ]
     if result.published:
         intro = "Each row's own system is predicted; rows that were fitted on are marked."
-        table = html.table("Published", _published_rows(result), text_columns=3)
+        table = Table("Published", _published_rows(result), (0, 1, 2))
         sections.append(Section("Published beside predicted", [table], intro))
     tables = [
-        html.folded(curve.name, [html.table(curve.name, _curve_rows(curve))])
-        for curve in result.curves
+        Folded(curve.name, [Table(curve.name, _curve_rows(curve))]) for curve in result.curves
     ]
     sections.append(Section("Every predicted point", tables, _price_words(result)))
-    return Page(
+    return ReportPage(
         title=f"{case.model}: throughput and price against interactivity",
         kind="Prediction",
         chips=[case.lengths.name, f"software of {case.round}", *_names(result)],
@@ -106,19 +104,19 @@ def _price_words(result: Result) -> str:
     return "Prices: " + "; ".join(prices.values()) + ". Output tokens bear the whole cost."
 
 
-def _throughput(result: Result) -> Html:
+def _throughput(result: Result) -> Chart:
     title = "Throughput against interactivity"
     return _chart(result, title, "output tok/s per GPU", lambda curve, per_gpu: per_gpu)
 
 
-def _price(result: Result) -> Html:
+def _price(result: Result) -> Chart:
     title = "Price against interactivity"
     return _chart(result, title, "$ per million output tokens", Curve.usd_per_million)
 
 
 def _chart(
     result: Result, title: str, unit: str, value_of: Callable[[Curve, float], float]
-) -> Html:
+) -> Chart:
     series = [
         *(_line(result, curve, value_of) for curve in result.curves),
         *_dots(result, value_of),
@@ -126,7 +124,7 @@ def _chart(
     values = [value for one in series for value in one.values if value is not None]
     values += [bound for one in series for pair in one.bounds if pair for bound in pair]
     about = "; ".join(f"{one.name} {_span(one)}" for one in series)
-    chart = Chart(
+    return Chart(
         title,
         f"{title}, {unit}: {about}",
         _user_axis(result.xs),
@@ -134,9 +132,7 @@ def _chart(
         [x or _least(result.xs) for x in result.xs],
         [f"{short(x)} tok/s/user" if x else "Offline: no limit per user" for x in result.xs],
         series,
-        short,
     )
-    return draw(chart)
 
 
 def _span(series: Series) -> str:
@@ -220,7 +216,11 @@ def _curve_rows(curve: Curve) -> list[list[str]]:
         report = point_report(curve, point)
         shape, plan = report["configuration"], point.plan
         low, high = report["usd_per_million_output_interval"]
-        kind = f"DEP{shape['attention_dp']}" if shape["attention_dp"] > 1 else f"TP{shape['tp']}"
+        kind = (
+            f"attention-dp {shape['attention_dp']}"
+            if shape["attention_dp"] > 1
+            else f"tp {shape['tp']}"
+        )
         apart = f", {plan.prefill_replicas} prefill" if plan.prefill else ""
         rows.append(
             [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from tokenmill.bench.mlperf.presets import PRESETS, Limits
+from tokenmill.bench.mlperf.presets import PRESETS, TokenLimits
 from tokenmill.bench.mlperf.presets import ROUNDS as RULES
 from tokenmill.bench.workload import SHIPPED, read_lengths
 from tokenmill.plan.hardware import PlanError
@@ -21,10 +21,10 @@ class Benchmark:
 
     name: str
     model: str
-    limits: dict[str, Limits]
+    limits: dict[str, TokenLimits]
     dropped: str = ""  # the round from which on it is no benchmark any more
 
-    def limit(self, scenario: str) -> Limits | None:
+    def limit(self, scenario: str) -> TokenLimits | None:
         """None for Offline."""
         if scenario != "Offline" and scenario not in self.limits:
             raise PlanError(
@@ -53,13 +53,13 @@ BENCHMARKS = {
     name: Benchmark(
         name,
         name,
-        {"Server": preset.server, "Interactive": preset.interactive},
+        dict(preset.limits),
         dropped="" if LATEST in preset.rounds else LATEST,
     )
     for name, preset in PRESETS.items()
 } | {
     "mixtral-8x7b": Benchmark(
-        "mixtral-8x7b", "mixtral-8x7b", {"Server": Limits(2000, 200)}, dropped="v6.1"
+        "mixtral-8x7b", "mixtral-8x7b", {"Server": TokenLimits(2000, 200)}, dropped="v6.1"
     )
 }
 

@@ -15,10 +15,10 @@ from tokenmill.core.specs.quantization import MXFP4_BYTES
 from tokenmill.core.specs.rope import RopeSpec
 from tokenmill.core.specs.spec import ModelSpec, Windows
 from tokenmill.plan.hardware import PlanError
-from tokenmill.plan.rank_cost import NVFP4_BYTES
 
 SHAPES = Path(tokenmill.bench.__path__[0]) / "shapes"
 _EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
+NVFP4_BYTES = 0.5 + 1 / 16  # an fp8 scale for every 16 values
 _BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}
 _COMPUTES = {"bf16": "bf16", "fp8": "fp8", "fp4": "fp4"}
 

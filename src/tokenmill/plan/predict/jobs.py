@@ -167,7 +167,7 @@ def size_job(
         "price_per_gpu_hour": price,
         "gpus": gpus,
         "workers": units,
-        "bears": round(units * each, 6),
+        "max_rate": round(units * each, 6),
         "headroom": round(units * each / rate - 1, 4),
         "latency_s": sum(parts.values()) / unit,
         "bottleneck": max(parts, key=parts.__getitem__),
@@ -178,7 +178,7 @@ def size_job(
         "what_if": {
             "one node lost": {
                 "gpus": left * unit,
-                "bears": round(left * each, 6),
+                "max_rate": round(left * each, 6),
                 "holds": left * each >= rate,
                 "needs_gpus": gpus + lost,
             }

@@ -20,8 +20,7 @@ from tokenmill.plan.predict.steady_state import (
     Station,
     largest,
 )
-from tokenmill.plan.predict.step_cost import Efficiency, Replica, StepCost
-from tokenmill.plan.rank_cost import MEMORY_SHARE
+from tokenmill.plan.predict.step_cost import MEMORY_SHARE, Efficiency, Replica, StepCost
 
 MAX_RANKS = 16  # of a replica: more were in no published configuration
 MAX_TENSOR_PARALLEL = 8
@@ -234,8 +233,8 @@ def _divide(
     best = (0.0, 1, 1)
     for count in range(1, (system.gpus - after.gpus) // before.gpus + 1):
         left = (system.gpus - count * before.gpus) // after.gpus
-        bears = count * prefill_rate(prefill.lengths, speed, limit, count)
-        best = max(best, (min(bears, left * most.requests_per_s), count, left))
+        max_rate = count * prefill_rate(prefill.lengths, speed, limit, count)
+        best = max(best, (min(max_rate, left * most.requests_per_s), count, left))
     rate, count, left = best[0] * system.efficiency.load, best[1], best[2]
     operation = decode.at_rate(rate / left, limit, left) or most
     queue = PromptQueue(prefill.lengths, rate / count, speed, count)

@@ -22,7 +22,7 @@ class Case:
 
 
 def what_if(system: System, choice: Choice, traffic: Traffic, size: Size) -> dict[str, Any]:
-    """The same configuration in each case: what it still bears, and what it would take."""
+    """For each case, the rate that the configuration still takes, and the GPUs that would do."""
     lost = min(size.gpus, max(system.gpu.node_gpus, size.plan.replica.gpus))
     hits = "" if system.cached else "no cache hits were assumed: --cache-hits, or a --trace"
     cases = {
@@ -49,7 +49,7 @@ def pinned(choice: Choice, size: Size) -> Choice:
 
 def _outcome(case: Case, gpus: int, choice: Choice, traffic: Traffic) -> dict[str, Any]:
     left = gpus - case.lost
-    outcome: dict[str, Any] = {"gpus": left, "bears": 0.0, "holds": False, "needs_gpus": None}
+    outcome: dict[str, Any] = {"gpus": left, "max_rate": 0.0, "holds": False, "needs_gpus": None}
     if case.note:
         outcome["note"] = case.note
     try:
@@ -57,11 +57,11 @@ def _outcome(case: Case, gpus: int, choice: Choice, traffic: Traffic) -> dict[st
         needed = cheapest(replace(case.system, gpus=MAX_GPUS), choice, traffic)[0].gpus
     except PlanError as error:
         return outcome | {"why": str(error)}
-    bears = plan.requests_per_s if plan else 0.0
+    max_rate = plan.requests_per_s if plan else 0.0
     enough = max(gpus, needed + case.lost) if case.lost else needed
     return outcome | {
-        "bears": round(bears, 3),
-        "holds": bears >= traffic.rate,
+        "max_rate": round(max_rate, 3),
+        "holds": max_rate >= traffic.rate,
         "needs_gpus": enough,
         "needs_usd_per_hour": round(enough * traffic.price_per_gpu_hour, 2),
     }
@@ -71,12 +71,12 @@ def case_words(case: dict[str, Any]) -> str:
     """One outcome in words."""
     note = f" ({case['note']})" if "note" in case else ""
     if case.get("why"):
-        return f"bears nothing{note}: {case['why']}"
+        return f"takes no requests{note}: {case['why']}"
     verdict = "that holds"
     if not case["holds"]:
         price = f"${case['needs_usd_per_hour']:,.2f} an hour"
         verdict = f"not enough; {case['needs_gpus']} GPUs would hold ({price})"
-    return f"{case['gpus']} GPUs bear {case['bears']:g} requests/s: {verdict}{note}"
+    return f"{case['gpus']} GPUs take {case['max_rate']:g} requests/s: {verdict}{note}"
 
 
 def while_starting(size: Size, traffic: Traffic, start_s: float) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def while_starting(size: Size, traffic: Traffic, start_s: float) -> dict[str, An
     clears_s = backlog / spare if spare > 0 else math.inf
     return {
         "start_s": start_s,
-        "bears": round(left, 3),
+        "max_rate": round(left, 3),
         "backlog": round(backlog, 1),
         "clears_s": round(clears_s, 1) if clears_s < math.inf else None,
         "words": _starting_words(
@@ -106,7 +106,7 @@ def while_starting(size: Size, traffic: Traffic, start_s: float) -> dict[str, An
 def _starting_words(
     kind: str, others: int, left: float, start_s: float, backlog: float, clears_s: float
 ) -> str:
-    rest = f"the other {others} {kind} bear {left:.3g} requests/s" if others else "none is left"
+    rest = f"the other {others} {kind} take {left:.3g} requests/s" if others else "none is left"
     if not backlog:
         return f"{rest}, so nobody waits"
     cleared = (
@@ -130,11 +130,11 @@ def breaks_first(system: System, choice: Choice, traffic: Traffic, size: Size) -
         plan = search(one, fixed, relaxed)
         rates[name] = plan.requests_per_s if plan else 0.0
     best = max(rates, key=rates.__getitem__)
-    return best if rates[best] > size.most * 1.02 else "throughput: no limit helps"
+    return best if rates[best] > size.most * 1.02 else "throughput: looser limits would not help"
 
 
 def within(system: System, choice: Choice, traffic: Traffic) -> float:
-    """Requests per second that as many GPUs as there may be bear within the limits."""
+    """Requests per second that as many GPUs as there may be take within the limits."""
     try:
         plan = search(system, choice, traffic.limit)
     except PlanError:

@@ -38,10 +38,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A system that bears the traffic."""
+    """A system that takes the traffic."""
 
     plan: Plan
-    most: float  # requests per second that it bears within the limits
+    most: float  # requests per second that it takes within the limits
     precision: str
 
     @property
@@ -126,8 +126,8 @@ def _disaggregated(
     prefill = min(stations, key=lambda one: one.cost.replica.gpus / one.prefill_tokens_per_s(0))
     speed = prefill.prefill_tokens_per_s(0)
     for count in range(1, PREFILL_COUNTS):
-        bears = count * prefill_rate(prefill.lengths, speed, limit, count) * load
-        if bears >= traffic.rate:
+        max_rate = count * prefill_rate(prefill.lengths, speed, limit, count) * load
+        if max_rate >= traffic.rate:
             break
     else:
         return
@@ -138,7 +138,7 @@ def _disaggregated(
     operation = replace(operation, ttft_s=first[0], ttft_high_s=first[1])
     before = prefill.cost.replica
     plan = Plan(station.cost.replica, left, before, count, operation, traffic.rate)
-    yield Size(plan, min(bears, left * most.requests_per_s * load), precision)
+    yield Size(plan, min(max_rate, left * most.requests_per_s * load), precision)
 
 
 def prices(system: System, traffic: Traffic, size: Size, choice: Choice) -> dict[str, float]:
@@ -180,7 +180,7 @@ def describe(system: System, choice: Choice, traffic: Traffic, size: Size) -> di
         "tok_s_per_gpu": round(traffic.rate * mean / size.gpus, 1),
         "tok_s_per_user": round(1 / plan.operation.tpot_s, 1),
         **latencies(plan, traffic.limit),
-        "bears": round(size.most, 3),
+        "max_rate": round(size.most, 3),
         "headroom": round(size.most / traffic.rate - 1, 4),
         "bottleneck": plan.operation.bottleneck,
         "within_gpus": size.gpus <= system.gpus,

@@ -1,4 +1,4 @@
-"""A replica under a steady load: how fast it steps, and how much it bears within limits."""
+"""A replica under a steady load: how fast it steps, and how much it takes within limits."""
 
 from __future__ import annotations
 

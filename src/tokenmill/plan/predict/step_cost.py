@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.hardware import Accelerator
 from tokenmill.plan.predict.catalog import Precision
-from tokenmill.plan.rank_cost import MEMORY_SHARE, exchange_bytes
 
-BF16_BYTES = 2
+FP8_BYTES, BF16_BYTES = 1, 2
+MEMORY_SHARE = 0.9  # for weights and KV; activations and buffers take the rest
 MICRO = 1e-6
 EXPERT_TILE = 128  # rows
 # Four-bit weights on a GPU without such arithmetic become bf16 beside each product. On an H200 that
@@ -215,7 +215,7 @@ class StepCost:
             sent = 4 * share * spec.num_layers * spec.hidden_size * BF16_BYTES
             seconds += tokens * sent / link + spec.num_layers * latency
         if replica.attention_dp > 1 and spec.moe:
-            sent = exchange_bytes(spec, replica.gpus) / replica.tensor_parallel
+            sent = expert_exchange_bytes(spec, replica.gpus) / replica.tensor_parallel
             seconds += tokens * sent / link + sum(spec.moe.layers) * latency
         return seconds
 
@@ -239,3 +239,12 @@ class StepCost:
         """Sequences of a replica whose KV fits, each with so many positions over all layers."""
         room = max(0.0, self.kv_bytes) * self.replica.attention_dp
         return room / (mean_seen * self._seen_bytes)
+
+
+def expert_exchange_bytes(spec: ModelSpec, num_ranks: int) -> float:
+    """Bytes that a rank sends for one of its tokens: to experts elsewhere, and back from them."""
+    if spec.moe is None:
+        return 0.0
+    # Ranks that a token is sent to, where each is chosen as often.
+    hit = (num_ranks - 1) * (1 - (1 - 1 / num_ranks) ** spec.moe.top_k)
+    return sum(spec.moe.layers) * hit * spec.hidden_size * (FP8_BYTES + BF16_BYTES)

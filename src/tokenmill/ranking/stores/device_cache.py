@@ -1,11 +1,10 @@
-"""A cache on the device in front of a table that lies elsewhere: the host's memory, a database."""
+"""A cache on the device in front of a table that lies in the host's memory."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -15,17 +14,15 @@ from tokenmill.kernels.embedding import (
     admit_misses,
     cache_bytes,
     fetch_misses,
-    find_slots,
     lookup_cached,
     make_row_cache,
     write_cached,
 )
+from tokenmill.ranking.stores.host_table import HostTable
 from tokenmill.ranking.stores.store import (
     DEVICE,
     HOST,
     EmbeddingError,
-    EmbeddingStore,
-    PrefetchingStore,
     StoreStats,
     TableSpec,
     check_ids,
@@ -37,18 +34,6 @@ HALF_LIFE_LOOKUPS = 64  # of a counter, in keys for each slot
 DECAY = 0.5
 
 
-class BackingStore(EmbeddingStore, Protocol):
-    """A store on the host that a cache can stand before."""
-
-    @property
-    def generation(self) -> int:
-        """Counts the updates of whatever process."""
-
-    @property
-    def mapped(self) -> torch.Tensor | None:
-        """The whole table where the device can read it by itself."""
-
-
 class CachedTable:
     """Rows of `backing` by way of a cache of num_slots rows on `device`.
 
@@ -57,7 +42,7 @@ class CachedTable:
     several threads and streams take place one after the other on the device.
     """
 
-    def __init__(self, backing: BackingStore, num_slots: int, device: torch.device | str) -> None:
+    def __init__(self, backing: HostTable, num_slots: int, device: torch.device | str) -> None:
         check_slots(num_slots)
         self.spec, self._backing = backing.spec, backing
         self._device = torch.device(device)
@@ -65,7 +50,6 @@ class CachedTable:
         self._half_life = HALF_LIFE_LOOKUPS * num_slots
         self._lock = threading.Lock()
         self._last: torch.cuda.Event | None = None  # the device has done all before it
-        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._generation = backing.generation
         self._num_lookups = self._num_updates = self._since_decay = 0
 
@@ -103,16 +87,6 @@ class CachedTable:
             self._generation = self._backing.generation
             write_cached(self.cache, ids.to(self._device), rows.to(self._device))
             self._num_updates += len(ids)
-
-    def prefetch(self, ids: torch.Tensor, timeout_s: float | None = None) -> bool:
-        """Let the backing store read rows ahead, where it can and they are not resident."""
-        if not isinstance(self._backing, PrefetchingStore):
-            return True
-        check_ids(ids, self.spec.num_rows)
-        with torch.cuda.stream(self._side):  # an estimate, which need not wait for lookups
-            _, found = find_slots(self.cache, ids.to(self._device))
-            missing = ids.cpu()[~found.cpu()]
-        return self._backing.prefetch(missing, timeout_s)
 
     def stats(self) -> StoreStats:
         missed, fetched = self.cache.totals.tolist()

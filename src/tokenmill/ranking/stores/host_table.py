@@ -221,7 +221,7 @@ class _Pages:
         if need > have:
             raise EmbeddingError(
                 f"a host table of {spec} needs {need / 2**30:.1f} GiB of memory and "
-                f"{have / 2**30:.1f} GiB are available: take fewer rows, or the database"
+                f"{have / 2**30:.1f} GiB are available: take fewer rows"
             )
         fd = os.memfd_create("tokenmill-embeddings")
         os.ftruncate(fd, need)

@@ -8,15 +8,9 @@ from pathlib import Path
 import torch
 
 from tokenmill.kernels.embedding import WAYS
-from tokenmill.ranking.stores.database import FILE, DatabaseTable
 from tokenmill.ranking.stores.device_cache import CachedTable
 from tokenmill.ranking.stores.host_table import HostTable, available_bytes
-from tokenmill.ranking.stores.store import (
-    EmbeddingError,
-    EmbeddingStore,
-    TableSpec,
-    type_name,
-)
+from tokenmill.ranking.stores.store import EmbeddingError, EmbeddingStore, TableSpec, type_name
 from tokenmill.ranking.stores.table import DeviceTable
 from tokenmill.ranking.stores.table_files import PIECE_BYTES, SUFFIXES, RowFile, open_rows
 from tokenmill.ranking.stores.table_folder import DESCRIPTION, KINDS, TableFolder
@@ -28,23 +22,18 @@ CACHED_SHARE = 10  # a cache has a tenth of the table's rows where none is asked
 class TableReport:
     """What a table holds."""
 
-    kind: str  # folder or database
+    kind: str  # file or folder
     spec: TableSpec
     disk_bytes: int
     num_not_finite: int  # rows with a NaN or an infinity
 
 
-def create_table(path: Path | str, spec: TableSpec, database: bool = False) -> None:
+def create_table(path: Path | str, spec: TableSpec) -> None:
     """A new table of zeros."""
-    if database:
-        DatabaseTable.create(path, spec)
-    else:
-        TableFolder.create(path, torch.zeros(1, dtype=spec.dtype).expand(*_shape(spec))).close()
+    TableFolder.create(path, torch.zeros(1, dtype=spec.dtype).expand(*_shape(spec))).close()
 
 
-def load_table(
-    path: Path | str, rows: RowFile, dtype: torch.dtype | None = None, database: bool = False
-) -> TableSpec:
+def load_table(path: Path | str, rows: RowFile, dtype: torch.dtype | None = None) -> TableSpec:
     """A new table with the rows of a file, converted where another type is asked for."""
     spec = replace(rows.spec, dtype=dtype or rows.spec.dtype)
     if spec.dtype not in KINDS.values():
@@ -52,9 +41,6 @@ def load_table(
             f"{rows.path} holds {type_name(spec.dtype)}, which tables do not: convert it by "
             "--table-dtype float32"
         )
-    if database:
-        DatabaseTable.create(path, spec, rows)
-        return spec
     table = HostTable.create(spec)
     try:
         _fill(table.table, rows)
@@ -88,8 +74,8 @@ def open_table(
     """The table at a path, whose rows come to `device`; `spec` is what it must be.
 
     A file is a whole table on the device, or in the host's memory behind a cache of cache_rows.
-    A folder is in the host's memory, once for all processes that open it, and a database on disk.
-    On a GPU both have a cache, of a tenth of their rows unless cache_rows says how many.
+    A folder is in the host's memory, once for all processes that open it. On a GPU it has a
+    cache, of a tenth of its rows unless cache_rows says how many.
     """
     path, device = Path(path), torch.device(device)
     kind = kind_of(path)
@@ -98,7 +84,7 @@ def open_table(
         rows.check(spec or rows.spec)
         if not cache_rows:
             what = f"the table {path} ({rows.spec})"
-            instead = "load it by tokenmill embeddings load, to a database if need be"
+            instead = "load it by tokenmill embeddings load into the host's memory"
             check_memory(rows.spec.num_bytes, device, what, instead)
             table = torch.empty(_shape(rows.spec), dtype=rows.spec.dtype, device=device)
             _fill(table, rows)
@@ -106,11 +92,7 @@ def open_table(
         host = HostTable.create(rows.spec)
         _fill(host.table, rows)
         return _cached(host, cache_rows, device)
-    backing: HostTable | DatabaseTable
-    if kind == "database":
-        backing = DatabaseTable(path, spec)
-    else:
-        backing = HostTable.open_or_attach(path, spec)
+    backing = HostTable.open_or_attach(path, spec)
     if device.type == "cpu" and not cache_rows:
         return backing
     return _cached(backing, cache_rows, device)
@@ -128,22 +110,19 @@ def check_memory(need: int, device: torch.device | str, what: str, instead: str)
 
 
 def kind_of(path: Path) -> str:
-    """What lies at a path: a file of rows, a folder with a log, or a database."""
+    """What lies at a path: a file of rows, or a folder with a log."""
     if path.suffix in SUFFIXES:
         return "file"
-    for kind, name in (("database", FILE), ("folder", DESCRIPTION)):
-        if (path / name).is_file():
-            return kind
+    if (path / DESCRIPTION).is_file():
+        return "folder"
     raise EmbeddingError(
         f"{path} is not a table: give a .safetensors or .npy file, or a folder that `tokenmill "
         "embeddings create` or `load` has made"
     )
 
 
-def _cached(
-    backing: HostTable | DatabaseTable, cache_rows: int, device: torch.device
-) -> CachedTable:
-    if device.type == "cuda" and isinstance(backing, HostTable):
+def _cached(backing: HostTable, cache_rows: int, device: torch.device) -> CachedTable:
+    if device.type == "cuda":
         backing.pin()
     return CachedTable(backing, _slots(backing.spec, cache_rows), device)
 

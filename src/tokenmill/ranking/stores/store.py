@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from tokenmill.core.types import TokenmillError
 
-DEVICE, HOST, DISK = "device", "host", "disk"  # the tiers, nearest first
-RANK = "rank"  # another rank's shard
+DEVICE, HOST = "device", "host"  # the tiers, nearest first
 
 
 class EmbeddingError(TokenmillError, ValueError):
@@ -86,14 +85,6 @@ class EmbeddingStore(Protocol):
 
     def stats(self) -> StoreStats: ...
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class PrefetchingStore(Protocol):
-    """A store that can read rows ahead of their lookup."""
-
-    def prefetch(self, ids: torch.Tensor, timeout_s: float | None = None) -> bool:
-        """Begin to read rows; False where there was no room for all of them in time."""
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -13,8 +12,11 @@ from struct import pack
 import numpy as np
 import numpy.typing as npt
 
+from tokenmill.core.kv import DEVICE
 from tokenmill.core.kv_events import EventJournal
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
+from tokenmill.sched.cache.evictable import Evictable
+from tokenmill.sched.cache.start_points import OWNERS, SHARE, StartPoints
 from tokenmill.sched.cache.tiers import WINDOW, Page, Tiers
 
 U64 = npt.NDArray[np.uint64]
@@ -136,8 +138,12 @@ class BlockPool:
     of its parent agree. Identities are never reused, so agreement at each block from the root on
     means that the whole prefix is equal, whatever the hashes do.
 
+    A salt's part before its first NUL is its owner: of several owners the one with the most cached
+    blocks that are free loses some, so that nobody can push out the prefixes of the others.
+
     Where layers slide, a block is a page of one group of layers. Those of sliding layers are cached
-    beside the full layers' block of the same tokens, under its identity, all together or not.
+    beside the full layers' block of the same tokens, under its identity, all together or not. Once
+    nobody holds them they stay cached only where `points` keeps them, and are free otherwise.
     """
 
     def __init__(
@@ -157,7 +163,8 @@ class BlockPool:
         self.sliding = sliding
         self._refs = [0] * num_blocks
         self._plain = list(range(num_blocks - 1, -1, -1))  # free, nothing cached: a stack
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # free, cached: oldest first
+        self._evictable = Evictable()  # free, cached
+        self._owners: dict[str, int] = {}
         self._by_hash: dict[int, int] = {}
         # Of a cached block; tokens are None where nothing is cached, () of sliding layers.
         self._tokens: list[tuple[int, ...] | None] = [None] * num_blocks
@@ -166,6 +173,7 @@ class BlockPool:
         self._parents: list[int | str] = [""] * num_blocks  # an identity, or the salt at the root
         self._next_identity = 1
         self._beside: dict[int, tuple[int, ...]] = {}  # identity: blocks of sliding layers
+        self.points = StartPoints(num_blocks // SHARE // max(1, sliding.num_groups))
         self._journal: EventJournal | None = None
         self.tiers: Tiers | None = None  # they hold what is evicted
         # With tiers: the names of cached blocks by identity, and what is evicted and still there.
@@ -201,18 +209,21 @@ class BlockPool:
         return self.num_used * self.block_size // self.sliding.pages_per_block
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks for writing: plain ones first, then the least recently used cached ones."""
+        """Take blocks for writing: plain ones first, then cached ones, the least recently used."""
         if count > self.num_free:
             raise ValueError(f"asked for {count} blocks, {self.num_free} are free")
         plain = self._plain
         taken = []
         for _ in range(count):
+            while not plain and self.points.has_stale:
+                self._drop_windows(self.points.take_stale())
             if plain:
                 block_id = plain.pop()
             else:
-                block_id, _ = self._evictable.popitem(last=False)
+                block_id = self._evictable.pop()
                 if self._names:
                     self._note_evicted(block_id)
+                self._refs[block_id] = 1
                 self._forget(block_id)
             self._refs[block_id] = 1
             taken.append(block_id)
@@ -225,9 +236,12 @@ class BlockPool:
             return
         if self._tokens[block_id]:
             self._evicted[name] = Page(name, (block_id,))
-        beside = self._beside.get(identity, ())
+        self._note_window_evicted(identity)
+
+    def _note_window_evicted(self, identity: int) -> None:
+        name, beside = self._names.get(identity), self._beside.get(identity, ())
         # A block that is referenced may be written just now, for another block of equal content.
-        if beside and not any(self._refs[other] for other in beside):
+        if name is not None and beside and not any(self._refs[other] for other in beside):
             self._evicted[name + WINDOW] = Page(name + WINDOW, beside)
 
     def take_evicted(self) -> list[Page]:
@@ -248,10 +262,31 @@ class BlockPool:
                 raise ValueError(f"block {block_id} is released more often than it was taken")
             refs[block_id] = left
             if left == 0:
-                if self._tokens[block_id] is None:
+                tokens, identity = self._tokens[block_id], self._identities[block_id]
+                if tokens is None:
                     self._plain.append(block_id)
+                elif tokens or self.points.keeps(identity):
+                    self._evictable.add(block_id, identity & OWNERS)
                 else:
-                    self._evictable[block_id] = None
+                    self._drop_window(block_id)
+
+    def _drop_window(self, block_id: int) -> None:
+        """Free a block of sliding layers that was just released, and those of the other groups."""
+        for other in self._beside.pop(self._identities[block_id]):
+            if other != block_id:
+                self._uncache(other)
+        self._tokens[block_id] = None
+        self._plain.append(block_id)
+
+    def _drop_windows(self, identities: Iterable[int]) -> None:
+        """Free the blocks of sliding layers that stand beside these ones and that nobody holds."""
+        for identity in identities:
+            block_ids = self._beside.get(identity, ())
+            if not any(self._refs[block_id] for block_id in block_ids):
+                self._note_window_evicted(identity)
+                self._beside.pop(identity, None)
+                for block_id in block_ids:
+                    self._uncache(block_id)
 
     def match(self, token_ids: Sequence[int], hashes: Sequence[int], salt: str = "") -> list[int]:
         """The cached blocks that hold the longest prefix of token_ids, at most len(hashes)."""
@@ -278,7 +313,7 @@ class BlockPool:
         refs = self._refs
         for block_id in block_ids:
             if refs[block_id] == 0:
-                del self._evictable[block_id]
+                self._evictable.remove(block_id, self._identities[block_id] & OWNERS)
             refs[block_id] += 1
 
     def is_cached(self, block_id: int) -> bool:
@@ -299,27 +334,47 @@ class BlockPool:
     ) -> int:
         """Cache a full, referenced block; returns the identity that its child names as parent.
 
-        Of two blocks with equal content the first stays cached. Another block with the same hash
-        is a collision or hangs on an evicted parent: the newcomer takes its place. `name` is that
-        of the block in tiers, if there are any.
+        Of two blocks with equal content the first stays cached, unless nobody holds it: it would
+        leave before its children. Another block with the same hash is a collision or hangs on an
+        evicted parent: the newcomer takes its place. `name` is that of the block in tiers, if there
+        are any.
         """
         holder = self._by_hash.get(block_hash)
         if holder is not None:
             if self._parents[holder] == parent and self._tokens[holder] == tokens:
+                if self._refs[holder] == 0:
+                    self._hold(block_id, self._identities[holder], block_hash, parent, tokens)
+                    self._uncache(holder)
                 return self._identities[holder]
             self.forget((holder,))
-        identity = self._next_identity
-        self._next_identity = identity + 1
+        owner = parent & OWNERS if isinstance(parent, int) else self._owner_of(parent)
+        identity = self._next_identity << 20 | owner
+        self._next_identity += 1
+        self._hold(block_id, identity, block_hash, parent, tokens)
+        if name is not None:
+            self._names[identity] = name
+        if self._journal is not None:
+            salt = parent if isinstance(parent, str) else None
+            self._journal.stored(parent_hash, block_hash, DEVICE, tokens, salt)
+        return identity
+
+    def _hold(
+        self,
+        block_id: int,
+        identity: int,
+        block_hash: int,
+        parent: int | str,
+        tokens: tuple[int, ...],
+    ) -> None:
         self._by_hash[block_hash] = block_id
         self._hashes[block_id] = block_hash
         self._tokens[block_id] = tokens
         self._parents[block_id] = parent
         self._identities[block_id] = identity
-        if name is not None:
-            self._names[identity] = name
-        if self._journal is not None:
-            self._journal.stored(parent_hash, block_hash)
-        return identity
+
+    def _owner_of(self, salt: str) -> int:
+        owner, nul, _ = salt.partition("\0")
+        return self._owners.setdefault(owner if nul else "", len(self._owners)) & OWNERS
 
     def put_beside(self, identity: int, block_ids: Sequence[int]) -> None:
         """Cache the blocks of sliding layers for the tokens of a cached block, unless some are."""
@@ -333,6 +388,34 @@ class BlockPool:
     def beside(self, block_id: int) -> tuple[int, ...]:
         """The cached blocks of sliding layers for the tokens of a cached block; () if lost."""
         return self._beside.get(self._identities[block_id], ())
+
+    def window(self, block_ids: Sequence[int], hashes: Sequence[int]) -> list[int]:
+        """The identities of blocks, own or of equal content, if sliding layers have all of them."""
+        found: list[int] = []
+        for own, block_hash in zip(block_ids, hashes, strict=True):
+            block_id = own if self._tokens[own] else self._by_hash.get(block_hash)
+            if block_id is None or self._identities[block_id] not in self._beside:
+                return []
+            if found and self._parents[block_id] != found[-1]:
+                return []
+            found.append(self._identities[block_id])
+        return found
+
+    def keep_end(self, window: list[int]) -> None:
+        """Keep sliding layers' blocks for a request that goes on where another has ended."""
+        self._drop_windows(self.points.add_end(window))
+
+    def keep_inside(self, window: list[int], branches: bool, guess: bool) -> None:
+        """Keep sliding layers' blocks where a prompt ends, or a request branches or may."""
+        self._drop_windows(self.points.add_inside(window, branches, guess))
+
+    def pass_over(self, block_ids: Iterable[int]) -> None:
+        """A request has these cached blocks in its prefix."""
+        used, lost = self.points.passes([self._identities[block_id] for block_id in block_ids])
+        self._drop_windows(lost)
+        for identity in used:  # the newest of what is free
+            self.acquire(self._beside[identity])
+            self.release(self._beside[identity])
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable, whoever references them."""
@@ -352,66 +435,17 @@ class BlockPool:
             del self._by_hash[block_hash]
             self._names.pop(self._identities[block_id], None)
             self._uncache(block_id)
+            self.points.forget(self._identities[block_id])
             if self._journal is not None:
                 self._journal.removed(block_hash)
         if self._beside:
-            for other in self._beside.pop(self._identities[block_id], ()):
+            identity = self._identities[block_id]
+            for other in self._beside.pop(identity, ()):
                 self._uncache(other)
+            self._drop_windows(self.points.lose(identity))
 
     def _uncache(self, block_id: int) -> None:
-        self._tokens[block_id] = None
-        if block_id in self._evictable:
-            del self._evictable[block_id]
+        if self._refs[block_id] == 0:
+            self._evictable.remove(block_id, self._identities[block_id] & OWNERS)
             self._plain.append(block_id)
-
-    def check_integrity(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Raise AssertionError where ref-counts, free lists and hash map disagree.
-
-        With the block tables of all holders, their references are counted as well.
-        """
-        self._check_free_lists()
-        self._check_hash_map()
-        if block_tables is not None:
-            self._check_references(block_tables)
-
-    def _check_free_lists(self) -> None:
-        free = [*self._plain, *self._evictable]
-        assert len(free) == len(set(free)), f"a block is free twice: {sorted(free)}"
-        unreferenced = {b for b, refs in enumerate(self._refs) if refs == 0}
-        assert set(free) == unreferenced, f"free {set(free)} but unreferenced {unreferenced}"
-        assert min(self._refs) >= 0, f"negative reference count: {self._refs}"
-        for block_id in self._plain:
-            assert self._tokens[block_id] is None, f"plain block {block_id} is cached"
-        for block_id in self._evictable:
-            assert self._tokens[block_id] is not None, f"evictable block {block_id} is not cached"
-
-    def _check_hash_map(self) -> None:
-        cached = [b for b, tokens in enumerate(self._tokens) if tokens]
-        assert sorted(self._by_hash.values()) == cached, "hash map and cached blocks disagree"
-        identities = [self._identities[b] for b in cached]
-        assert len(identities) == len(set(identities)), "two cached blocks share an identity"
-        for block_hash, block_id in self._by_hash.items():
-            tokens = self._tokens[block_id]
-            assert self._hashes[block_id] == block_hash, f"block {block_id} sits under a wrong hash"
-            assert tokens is not None and len(tokens) == self.block_size, f"block {block_id} is cut"
-            parent = self._parents[block_id]
-            assert isinstance(parent, str) or parent < self._identities[block_id], "parent is newer"
-        self._check_beside(set(identities))
-
-    def _check_beside(self, identities: set[int]) -> None:
-        sliding = [b for b, tokens in enumerate(self._tokens) if tokens == ()]
-        beside = [b for blocks in self._beside.values() for b in blocks]
-        assert sorted(beside) == sliding, "cached blocks of sliding layers are lost or kept twice"
-        assert self._beside.keys() <= identities, "blocks stand beside one that is not cached"
-        for identity, blocks in self._beside.items():
-            assert len(blocks) == self.sliding.num_groups, f"{blocks} are not one of each group"
-            assert all(self._identities[b] == identity for b in blocks), "an identity is wrong"
-
-    def _check_references(self, block_tables: Iterable[Sequence[int]]) -> None:
-        counts: Counter[int] = Counter()
-        for table in block_tables:
-            assert len(table) == len(set(table)), f"a block table names a block twice: {table}"
-            counts.update(table)
-        for block_id, refs in enumerate(self._refs):
-            held = counts[block_id]
-            assert held == refs, f"block {block_id} has {refs} references, {held} tables hold it"
+        self._tokens[block_id] = None

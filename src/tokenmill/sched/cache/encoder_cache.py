@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from tokenmill.core.images import ImageInput, ImageSpan
-from tokenmill.core.types import Request
 from tokenmill.sched.sequence import BegunImage, Sequence
 
 STEPS = 2  # the cache holds as many patches as so many steps encode
@@ -22,9 +21,6 @@ class EncoderCache:
     does for them, patches and tokens, has the time of `share` patches or of `tokens` tokens. An
     image that has more is encoded over several steps, a share of its layers in each. Text before it
     waits for it but for one token, since any part of a prompt reads all the experts.
-
-    An image that is encoded elsewhere costs no budget; it is wanted as soon as it is reached, and
-    its sequence waits until it has arrived.
     """
 
     def __init__(
@@ -47,11 +43,8 @@ class EncoderCache:
         self._users: list[tuple[Sequence, ImageSpan]] = []
         self._dropped: list[bytes] = []
         self._unused: set[bytes] = set()  # content that is here and that no sequence has used
-        self._arriving: dict[bytes, set[str]] = {}  # content: the requests that wait for it
-        self._wanted: list[ImageInput] = []
         self.num_encoded = 0  # images so far
         self.num_patches = 0  # of these
-        self.num_received = 0  # images that were encoded elsewhere
         self.num_hits = 0  # images that were here when a sequence reached them
 
     @property
@@ -95,13 +88,11 @@ class EncoderCache:
         for span in reached:
             if not self._take(span.image, self._cost(num_new)):
                 content = span.image.content_hash
-                if content in self._arriving:
-                    self._arriving[content].add(seq.request_id)
                 if content in self._begun:
                     self._waiting[content, seq.request_id] = seq, span
                 # Without a budget a prompt is not split.
                 num_new = 0 if self._budget is None else max(0, span.offset - first)
-                waits = span is reached[0] and span.image.features is None
+                waits = span is reached[0]
                 break
             self._users.append((seq, span))
         if self._parts:
@@ -122,36 +113,6 @@ class EncoderCache:
         """The patches that take as long as so many tokens; 0 where only patches count."""
         return -(-num_tokens * self._share // self._tokens) if self._parts else 0
 
-    def expect(self, request: Request) -> None:
-        """Want a new request's images before it is its turn, as far as there is room."""
-        for image in (span.image for span in request.images if span.image.features is not None):
-            capacity = STEPS * (self._budget or image.num_patches)
-            fits = self._num_held + image.num_patches <= capacity
-            if image.content_hash not in self._held and fits:
-                self._want(image)
-            if image.content_hash in self._arriving:
-                self._arriving[image.content_hash].add(request.request_id)
-
-    def take_wanted(self) -> list[ImageInput]:
-        """The images that have to be read from where they were encoded, each once."""
-        wanted, self._wanted = self._wanted, []
-        return wanted
-
-    def seekers(self, image: ImageInput) -> set[str]:
-        """The requests that wait for an image on its way."""
-        return self._arriving.get(image.content_hash, set())
-
-    def arrived(self, image: ImageInput) -> None:
-        """The features of a wanted image are here."""
-        del self._arriving[image.content_hash]
-        self._unused.add(image.content_hash)
-        self.num_received += 1
-
-    def lost(self, image: ImageInput) -> set[str]:
-        """The features of a wanted image will not come; returns the requests that wait for it."""
-        self._num_held -= self._held.pop(image.content_hash)
-        return self._arriving.pop(image.content_hash)
-
     def begun_images(self) -> list[BegunImage]:
         """The begun images, also those of earlier steps; the runner forgets all others."""
         images = {content: span.image for (content, _), (_, span) in self._waiting.items()}
@@ -168,21 +129,19 @@ class EncoderCache:
     def _take(self, image: ImageInput, cost: int) -> bool:
         if image.content_hash in self._held:
             self._held.move_to_end(image.content_hash)
-            return image.content_hash not in self._arriving
-        patches, elsewhere = image.num_patches, image.features is not None
+            return True
+        patches = image.num_patches
         if self._left is not None and self._budget is not None:
-            if not elsewhere and not self._can_encode(image, cost):
+            if not self._can_encode(image, cost):
                 return False
             if not self._make_room(patches, STEPS * self._budget):
                 return False
-            work = 0 if elsewhere else patches - self._begun.pop(image.content_hash, 0)
+            work = patches - self._begun.pop(image.content_hash, 0)
             self._left = max(0, self._left - work)
         else:
             self._make_room(patches, 0)
-        if elsewhere:
-            self._want(image)
-            return False
-        self._hold(image)
+        self._held[image.content_hash] = patches
+        self._num_held += patches
         self._unused.add(image.content_hash)
         self.num_encoded += 1
         self.num_patches += patches
@@ -205,17 +164,6 @@ class EncoderCache:
             self._begun[content], self._left = done + part, self._left - part
         return False
 
-    def _hold(self, image: ImageInput) -> None:
-        self._held[image.content_hash] = image.num_patches
-        self._num_held += image.num_patches
-
-    def _want(self, image: ImageInput) -> None:
-        if image.content_hash in self._dropped:  # the runner would forget it after it has come
-            self._dropped.remove(image.content_hash)
-        self._hold(image)
-        self._arriving[image.content_hash] = set()
-        self._wanted.append(image)
-
     def _count_hits(self, seq: Sequence, first: int, num_new: int) -> None:
         """Count the images that begin among these tokens and that another sequence has used."""
         for span in seq.request.images:
@@ -226,7 +174,7 @@ class EncoderCache:
     def _make_room(self, patches: int, capacity: int) -> bool:
         """Drop what nobody needs as far as necessary; one image alone always has room."""
         if self._num_held + patches > capacity:
-            needed = {span.image.content_hash for _, span in self._users} | set(self._arriving)
+            needed = {span.image.content_hash for _, span in self._users}
             for content in [content for content in self._held if content not in needed]:
                 self._num_held -= self._held.pop(content)
                 self._dropped.append(content)

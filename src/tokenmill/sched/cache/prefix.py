@@ -1,13 +1,22 @@
-"""The prefix cache and a sequence: which cached blocks it starts from, which it adds."""
+"""The prefix cache and a sequence: what it starts from, on the device and in tiers, and adds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from struct import pack
+from typing import NamedTuple
 
 from tokenmill.core.images import content_ids
 from tokenmill.sched.cache.blocks import BlockPool, block_hashes, next_block_hashes
-from tokenmill.sched.cache.tiers import block_name, next_digest, root_digest
+from tokenmill.sched.cache.tiers import (
+    WINDOW,
+    Page,
+    Tiers,
+    block_name,
+    next_digest,
+    root_digest,
+)
 from tokenmill.sched.sequence import Item, Sequence
 
 
@@ -18,6 +27,7 @@ def match_prefix(pool: BlockPool, seq: Sequence) -> list[int]:
     from there, too; else they must be cached, as far as the next token sees.
     """
     matched = match_full(pool, seq)
+    seq.num_found = len(matched)
     if pool.sliding.num_groups and not seq.remote:
         del matched[num_seen(pool, len(matched), lambda i: bool(pool.beside(matched[i]))) :]
     return matched
@@ -48,6 +58,87 @@ def num_seen(pool: BlockPool, end: int, has_window: Callable[[int], bool]) -> in
         if not has_window(index):
             end, first = index, sliding.first_block(index * size, size)
     return end
+
+
+class StoredPrefix(NamedTuple):
+    """A prefix of which tiers hold what the device does not."""
+
+    matched: list[int]  # its first blocks, of full layers, that the device caches
+    end: int  # how many blocks it has
+    missing: list[tuple[bytes, int]]  # (name, blocks) of what is to be loaded, full layers first
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What is to be copied to the device for a sequence that holds the blocks for it."""
+
+    seq: Sequence
+    end: int
+    pages: list[Page]
+    ahead: bool = False  # there is no place for the sequence yet: it waits on, its prefix cached
+    spoilt: bool = False  # a step that failed was to write what the sequence has matched
+
+
+def find_stored(pool: BlockPool, seq: Sequence) -> StoredPrefix | None:
+    """The longest prefix on the device and in tiers, if some of it has to be loaded."""
+    if pool.tiers is None or seq.remote or seq.prompt_logprobs is not None:
+        return None
+    found = _StoredSearch(pool, pool.tiers, seq).longest()
+    return found if found.missing else None
+
+
+class _StoredSearch:
+    """What the device and tiers have of a waiting sequence."""
+
+    def __init__(self, pool: BlockPool, tiers: Tiers, seq: Sequence) -> None:
+        self._pool, self._tiers, self._seq = pool, tiers, seq
+        self._matched = match_full(pool, seq)
+
+    def longest(self) -> StoredPrefix:
+        """The longest prefix from which the sequence can start."""
+        limit = (self._seq.num_tokens - 1) // self._pool.block_size
+        end = len(self._matched)
+        while end < limit and self._tiers.holds(self._name(end)):
+            end += 1
+        self._seq.num_found = end
+        while True:
+            if self._pool.sliding.num_groups:
+                end = num_seen(self._pool, end, self._has_window)
+            missing = self._missing(end)
+            num_loadable = self._tiers.num_loadable(missing)
+            if num_loadable == len(missing):
+                return StoredPrefix(self._matched[:end], end, missing)
+            end = min(end - 1, len(self._matched) + num_loadable)
+
+    def _missing(self, end: int) -> list[tuple[bytes, int]]:
+        missing = [(self._name(index), 1) for index in range(len(self._matched), end)]
+        sliding, size = self._pool.sliding, self._pool.block_size
+        if groups := sliding.num_groups:
+            seen = range(sliding.first_block(end * size, size), end)
+            absent = [index for index in seen if not self._has_window_here(index)]
+            missing += [(self._name(index) + WINDOW, groups) for index in absent]
+        return missing
+
+    def _name(self, index: int) -> bytes:
+        return name_in_tiers(self._pool, self._seq, index)
+
+    def _has_window(self, index: int) -> bool:
+        return self._has_window_here(index) or self._tiers.holds(self._name(index) + WINDOW)
+
+    def _has_window_here(self, index: int) -> bool:
+        return index < len(self._matched) and bool(self._pool.beside(self._matched[index]))
+
+
+def cache_loaded(pool: BlockPool, seq: Sequence, end: int) -> None:
+    """Let others find the blocks up to `end` of a sequence, which tiers have filled."""
+    size, groups = pool.block_size, pool.sliding.num_groups
+    seq.num_computed_tokens = end * size
+    for index in range(seq.window_first, seq.num_inserted_blocks if groups else 0):
+        first = (index - seq.window_first) * groups
+        block_id = seq.block_ids[index]
+        if pool.is_cached(block_id):  # a step that failed may have made it unfindable
+            pool.put_beside(pool.identity(block_id), seq.window_ids[first : first + groups])
+    cache_blocks(pool, [(seq, end * size)])
 
 
 def name_in_tiers(pool: BlockPool, seq: Sequence, index: int) -> bytes:

@@ -39,7 +39,6 @@ READERS: dict[Role, tuple[Role, ...]] = {  # who reads what a role has computed
     "both": (),
     "prefill": ("decode",),
     "decode": (),
-    "encoder": ("both", "prefill", "decode"),
 }
 Pair = tuple[str, str]  # (engine that computes, slot that decodes)
 
@@ -75,8 +74,6 @@ class Handovers:
     def check(self, slot: WorkerSlot) -> None:
         """Raise WorkerStartError where KV cannot move between the slot and its peers."""
         for source, target in self._pairs(slot):
-            if source.role == "encoder":  # the target says whether it can read features
-                continue
             one, other = _address(source), _address(target)
             if one is None or other is None:
                 name = source.name if one is None else target.name
@@ -87,7 +84,7 @@ class Handovers:
                 raise WorkerStartError(f"{source.name} cannot hand over to {target.name}: {reason}")
 
     def connect(self, slot: WorkerSlot) -> None:
-        """Connect workers to those that they read from: prefill workers, encoders."""
+        """Connect decode workers to the prefill workers that they read from."""
         for source, target in self._pairs(slot):
             address = _address(source)
             assert address is not None

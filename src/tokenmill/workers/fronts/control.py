@@ -1,7 +1,7 @@
 """All messages between the owner of a pool and its fronts: msgpack of tagged structs.
 
 1. A front connects and says Hello with the ticket that it was given; the owner answers Welcome or
-   Refused. A ticket is good for one front; that for a front of another host, for a minute.
+   Refused. A ticket is good for one front.
 2. For each worker that it hears of, the front binds a socket and says Connect with its address. The
    owner has the worker connect there (messages.AddFront), at once or when the worker is back.
 3. The front says Listening, and from then on Report and OpenCalls, which is also its heartbeat.
@@ -11,10 +11,9 @@
 5. Ask is answered by one Answer. AskTrial is answered by Trial when no suspect of another front
    runs; EndTrial gives it back.
 6. Announced: a front has sent a request to a worker; the owner passes it on to the others.
-   Where no worker reports its load (tokenmill route), CallBegan, CallAnswered and CallEnded tell
-   it instead; FrontJoined asks for what is open, FrontGone ends what a front had.
 7. Sync is answered by Synced: what the front sent before it has come by then.
-8. Drain: finish what is open and exit; the second one: exit now.
+8. NewKeys: the operator has changed keys or certificates.
+9. Drain: finish what is open and exit; the second one: exit now.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ import msgspec
 
 from tokenmill.core.config import (
     PoolConfig,
-    RouteConfig,
     RouterConfig,
     RouterPolicy,
     ServerConfig,
 )
+from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.core.types import EngineStats
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement
 from tokenmill.workers.accounts import AccountsView
-from tokenmill.workers.fronts.kept_answers import KeptAnswer
-from tokenmill.workers.fronts.report import FrontReport, Ticket
+from tokenmill.workers.fronts.report import FrontReport
 from tokenmill.workers.pool_view import FrontView, PoolView
 from tokenmill.workers.slot import Role
 
@@ -43,23 +41,20 @@ class FrontSetup(msgspec.Struct, frozen=True):
 
     version: str
     model: str  # the name that clients use
-    path: str  # of the model's files, on the owner's host
-    source: str  # the model as the user named it
+    path: str  # of the model's files
     fingerprint: str  # of its tokenizer
-    server: ServerConfig
+    server: ServerConfig  # without secrets
+    keys: KeyRing
     pool: PoolConfig = PoolConfig()
     router: RouterConfig = RouterConfig()
     vision: VisionConfig = VisionConfig()
-    route: RouteConfig | None = None  # of fronts that pass calls on to other servers
-    link_host: str | None = None  # where workers reach fronts on the owner's host; None: by ipc
+    link_host: str | None = None  # where workers reach fronts; None: by ipc
 
 
 class Hello(msgspec.Struct, tag=True):
     ticket: str
     version: str
-    model: str | None = None  # that it was told to serve; None: what the owner serves
     pid: int = 0
-    host: str = ""
 
 
 class Connect(msgspec.Struct, tag=True):
@@ -93,25 +88,18 @@ class Reported(msgspec.Struct, tag=True):
 
 
 class OpenCalls(msgspec.Struct, tag=True):
-    """What is open: choices in all and by the number of their key, and without a first token."""
+    """What is open: choices in all and by who pays, and without a first token."""
 
     num_open: int = 0
-    by_key: dict[int, int] = {}
+    by_account: dict[str, int] = {}
     num_pending: int = 0
-
-
-class Keep(msgspec.Struct, tag=True):
-    """Keep an answer for calls that are repeated, at whichever front."""
-
-    name: bytes
-    answer: KeptAnswer
 
 
 class KeepResponse(msgspec.Struct, tag=True):
     """Keep a response for later calls, at whichever front."""
 
     response_id: str
-    key: int
+    account: str
     item_ids: list[str]
     payload: bytes
 
@@ -134,49 +122,7 @@ class Announced(msgspec.Struct, tag=True):
     """What a front has sent to a worker, for the routers of the others."""
 
     told: Announcement
-    sent_s: float  # by the clock of the owner's host; 0: by another one
-
-
-class CallBegan(msgspec.Struct, tag=True):
-    """A front has sent a call to a backend."""
-
-    call_id: str
-    told: Announcement
-    is_new: bool = True  # False: it is told to a front that came later
-
-
-class CallAnswered(msgspec.Struct, tag=True):
-    """The first byte of its answer is there."""
-
-    call_id: str
-    backend: str
-
-
-class CallEnded(msgspec.Struct, tag=True):
-    """A backend is done with a call, after so many tokens if that is known."""
-
-    call_id: str
-    num_output_tokens: int
-
-
-class ResponseStored(msgspec.Struct, tag=True):
-    """A backend has a stored response."""
-
-    response_id: str
-    backend: str
-
-
-CallNews = CallBegan | CallAnswered | CallEnded | ResponseStored
-
-
-class FrontJoined(msgspec.Struct, tag=True):
-    """Another front has come, and does not know of the calls that are open."""
-
-
-class FrontGone(msgspec.Struct, tag=True):
-    """Another front is gone, and so are its calls."""
-
-    link: str
+    sent_s: float  # by the clock of their host
 
 
 class Scale(msgspec.Struct, tag=True):
@@ -199,42 +145,29 @@ class GetTotals(msgspec.Struct, tag=True):
     """The totals of now: every front is asked for its report."""
 
 
-class GetTicket(msgspec.Struct, tag=True):
-    """A ticket for a front on another host, or the reason why it may not join."""
-
-    version: str
-    model: str | None
-
-
-class GetKept(msgspec.Struct, tag=True):
-    """An answer that was kept, if there is one."""
-
-    name: bytes
-
-
 class GetResponse(msgspec.Struct, tag=True):
     """A response that was kept, if there is one."""
 
     response_id: str
-    key: int
+    account: str
 
 
 class FindItem(msgspec.Struct, tag=True):
     """A response that has this item, if there is one."""
 
     item_id: str
-    key: int
+    account: str
 
 
 class DeleteResponse(msgspec.Struct, tag=True):
     """Forget a response that was kept."""
 
     response_id: str
-    key: int
+    account: str
 
 
 AboutResponse = GetResponse | FindItem | DeleteResponse
-Question = GetKept | AboutResponse | Scale | DrainWorker | RenewRouter | GetTotals | GetTicket
+Question = AboutResponse | Scale | DrainWorker | RenewRouter | GetTotals
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -247,7 +180,6 @@ class Welcome(msgspec.Struct, tag=True):
     link: str  # its name at the workers, and in their load reports
     setup: FrontSetup
     workers: dict[str, Role]
-    is_child: bool = True  # of the owner's process
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -303,6 +235,12 @@ class Trial(msgspec.Struct, tag=True):
     """Run one suspect."""
 
 
+class NewKeys(msgspec.Struct, tag=True):
+    """Check calls by these keys from now on, and read certificates again."""
+
+    keys: KeyRing
+
+
 class NewRouter(msgspec.Struct, tag=True):
     policy: RouterPolicy | None
 
@@ -312,8 +250,6 @@ class Answer(msgspec.Struct, tag=True):
     error: str = ""
     error_kind: str = ""  # pool, start or internal
     totals: Totals | None = None
-    ticket: Ticket | None = None
-    kept: KeptAnswer | None = None
     response: bytes | None = None
     is_deleted: bool = False
 
@@ -332,13 +268,11 @@ FromFront = (
     | Left
     | Reported
     | OpenCalls
-    | Keep
     | KeepResponse
     | Synced
     | AskTrial
     | EndTrial
     | Announced
-    | CallNews
     | Ask
 )
 ToFront = (
@@ -353,9 +287,7 @@ ToFront = (
     | OthersOpen
     | Trial
     | Announced
-    | CallNews
-    | FrontJoined
-    | FrontGone
+    | NewKeys
     | NewRouter
     | Answer
     | Drain

@@ -7,6 +7,7 @@ says that a front is gone, what came by its link is aborted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from tokenmill.core.cost import Cost
 from tokenmill.core.kv import PREFILLED
 from tokenmill.core.types import RequestOutput, TokenmillError
 from tokenmill.routing.load_report import LoadAccount
-from tokenmill.workers.link import beat
+from tokenmill.workers.link import MAX_MESSAGES, beat
 from tokenmill.workers.messages import (
     FromWorker,
     FrontDropped,
@@ -37,6 +38,8 @@ CONNECT_TIMEOUT_MS = 10_000
 KEY_VARIABLE = "TOKENMILL_LINK_KEY"  # the key to a tcp:// address: not for the process list
 LINGER_MS = 2_000  # what a worker says at its end may take this long to leave
 
+_log = logging.getLogger(__name__)
+
 Item = TypeVar("Item")
 
 
@@ -46,13 +49,13 @@ class FrontLink:
     The first one waits until it is connected; one that shares its context does not.
     """
 
-    def __init__(
-        self, address: str, key: str = "", shared: zmq.Context[zmq.Socket[bytes]] | None = None
-    ) -> None:
+    def __init__(self, address: str, shared: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        address, _, key = address.partition("#")
         self.context = shared or zmq.Context()
         self._is_shared = shared is not None
         self.socket = self.context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)
+        self.is_stuck = False  # a message could not be sent: the other side takes none
+        self.socket.set_hwm(MAX_MESSAGES)
         self.socket.linger = LINGER_MS
         self.socket.reconnect_ivl = -1
         connected = zmq.EVENT_CONNECTED
@@ -82,8 +85,15 @@ class FrontLink:
 
     def send_bytes(self, data: bytes) -> None:
         """Queue a message that is encoded already."""
-        with contextlib.suppress(zmq.Again):
+        if self.is_stuck:
+            return
+        try:
             self.socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            if self.monitor.poll(0):
+                return  # it is gone
+            self.is_stuck = True
+            _log.error("an API process takes no messages: %d wait, the most that may", MAX_MESSAGES)
 
     def take(self) -> list[bytes]:
         """The messages that are there."""
@@ -112,12 +122,13 @@ class FrontLinks:
         self._leased: dict[str, str] = {}  # the same of prompts whose KV is held
         self._leaving: dict[str, set[str]] = {}  # requests of dropped fronts, still to be ended
         self._listeners: set[FrontLink] = set()  # who wants to hear of the prefix cache
+        self._lost: set[FrontLink] = set()  # that the owner was told of
         self._packer = OutputPacker()
         self._load = LoadAccount(facts.block_size)
         self._was_busy = self._has_new = False
         self._poller = zmq.Poller()
         self._watch(owner)
-        owner.send(Ready(facts, time.monotonic_ns()))
+        owner.send(Ready(facts, time.monotonic_ns(), os.getpid()))
 
     def receive(self, wait_ms: int | None) -> tuple[list[tuple[str, bytes]], bool]:
         """(front, message) for all that arrived, and whether the owner is still there.
@@ -131,9 +142,9 @@ class FrontLinks:
         for name, link in list(self._fronts.items()) if self._fronts else ():
             if link.socket in ready:
                 found += [(name, data) for data in link.take()]
-            if link.monitor in ready:
+            if link.monitor in ready or link.is_stuck:
                 self._lose(name, link)
-        return found, self.owner.monitor not in ready
+        return found, self.owner.monitor not in ready and not self.owner.is_stuck
 
     def link(self, front: str) -> FrontLink:
         """The link of a front that is there, or of the owner."""
@@ -143,11 +154,10 @@ class FrontLinks:
 
     def add(self, front: str, address: str) -> None:
         """Connect to a front, without waiting for it, and say Ready there."""
-        plain, _, key = address.partition("#")
-        link = self._fronts[front] = FrontLink(plain, key, self.owner.context)
+        link = self._fronts[front] = FrontLink(address, self.owner.context)
         self._watch(link)
         self._load.front_joined(front)
-        link.send(Ready(self._facts, time.monotonic_ns()))
+        link.send(Ready(self._facts, time.monotonic_ns(), os.getpid()))
         self._report()
 
     def drop(self, front: str) -> list[str]:
@@ -158,6 +168,7 @@ class FrontLinks:
         link = self._fronts.pop(front, None)
         if link is not None:
             self._listeners.discard(link)
+            self._lost.discard(link)
             self._unwatch(link)
             link.socket.linger = 0
             link.close()
@@ -171,8 +182,10 @@ class FrontLinks:
         return [*running, *leased]
 
     def _lose(self, name: str, link: FrontLink) -> None:
-        self._unwatch(link)
-        self.owner.send(FrontLost(name))
+        if link not in self._lost:
+            self._lost.add(link)
+            self._unwatch(link)
+            self.owner.send(FrontLost(name))
 
     def _watch(self, link: FrontLink) -> None:
         self._poller.register(link.socket, zmq.POLLIN)

@@ -7,8 +7,6 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from tokenmill.workers.fronts.report import Ticket
-
 TICKET_VARIABLE = "TOKENMILL_FRONT_TICKET"  # not for the process list
 
 
@@ -21,16 +19,15 @@ class FrontProcess(Protocol):
 
 
 SpawnFront = Callable[[str, str], Awaitable[FrontProcess]]  # of the owner's address and a ticket
-SpawnFar = Callable[[Ticket], Awaitable[FrontProcess]]  # on any host
 
 
 def front_spawner(argv: Sequence[str], listener: int | None = None) -> SpawnFront:
-    """What starts a front: `argv` followed by "--join ADDRESS", with its ticket in a variable."""
+    """What starts a front: `argv` followed by "--address ADDRESS"; its ticket is in a variable."""
 
     async def spawn(address: str, ticket: str) -> FrontProcess:
         fds = () if listener is None else (listener,)
         return await asyncio.create_subprocess_exec(
-            *(*argv, "--join", address),
+            *(*argv, "--address", address),
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, TICKET_VARIABLE: ticket},
             start_new_session=True,

@@ -27,10 +27,7 @@ from tokenmill.workers.fronts.control import (
     DrainWorker,
     EndTrial,
     FindItem,
-    GetKept,
     GetResponse,
-    GetTicket,
-    Keep,
     KeepResponse,
     Left,
     NewRouter,
@@ -43,10 +40,8 @@ from tokenmill.workers.fronts.control import (
     WorkerGone,
     WorkerLeaving,
 )
-from tokenmill.workers.fronts.kept_answers import KeptAnswer
-from tokenmill.workers.fronts.owner import FrontError
 from tokenmill.workers.fronts.owner_link import CALLS_S, Membership, OwnerLink, front_number
-from tokenmill.workers.fronts.report import IN_VIEW, AtWorker, FrontCounts, FrontReport, Ticket
+from tokenmill.workers.fronts.report import IN_VIEW, AtWorker, FrontCounts, FrontReport
 from tokenmill.workers.fronts.stored_responses import ResponseKeeper
 from tokenmill.workers.link import Spawn, WorkerProcess
 from tokenmill.workers.messages import ModelFacts
@@ -56,7 +51,6 @@ from tokenmill.workers.slot import Role
 
 _log = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 30.0  # for workers to reach a front that joins
 NEVER_S = 1e9  # the owner watches and restarts workers
 
 
@@ -109,17 +103,17 @@ class _OwnersResponses:
         self._owner = owner
         self._membership = membership
 
-    def put(self, response_id: str, key: int, item_ids: list[str], payload: bytes) -> None:
-        self._owner.send(KeepResponse(response_id, key, item_ids, payload))
+    def put(self, response_id: str, account: str, item_ids: list[str], payload: bytes) -> None:
+        self._owner.send(KeepResponse(response_id, account, item_ids, payload))
 
-    async def get(self, response_id: str, key: int) -> bytes | None:
-        return (await self._owner.ask(GetResponse(response_id, key))).response
+    async def get(self, response_id: str, account: str) -> bytes | None:
+        return (await self._owner.ask(GetResponse(response_id, account))).response
 
-    async def find_item(self, item_id: str, key: int) -> bytes | None:
-        return (await self._owner.ask(FindItem(item_id, key))).response
+    async def find_item(self, item_id: str, account: str) -> bytes | None:
+        return (await self._owner.ask(FindItem(item_id, account))).response
 
-    async def delete(self, response_id: str, key: int) -> bool:
-        return (await self._owner.ask(DeleteResponse(response_id, key))).is_deleted
+    async def delete(self, response_id: str, account: str) -> bool:
+        return (await self._owner.ask(DeleteResponse(response_id, account))).is_deleted
 
     def size(self) -> tuple[int, int]:
         totals = self._membership.totals
@@ -157,8 +151,6 @@ class MemberPool(WorkerPool):
             front=welcome.link,
         )
         self._owner = owner
-        self._host = host
-        self._link_timeout_s = None if welcome.is_child else LINK_TIMEOUT_S
         self._workers = welcome.workers
         self._tasks: set[asyncio.Task[None]] = set()
         self._followed: set[str] = set()
@@ -169,12 +161,7 @@ class MemberPool(WorkerPool):
     async def start(self) -> ModelFacts:
         """Get a link to each worker that is there."""
         follows = [self._follow(name, role) for name, role in self._workers.items()]
-        try:
-            async with asyncio.timeout(self._link_timeout_s):
-                ends = await asyncio.gather(*follows, return_exceptions=True)
-        except TimeoutError:
-            raise FrontError(self._unreached()) from None
-        for ended in ends:
+        for ended in await asyncio.gather(*follows, return_exceptions=True):
             if isinstance(ended, Exception):  # a CancelledError, which is none: the worker left
                 raise ended
         await self.handovers.settled()
@@ -183,13 +170,6 @@ class MemberPool(WorkerPool):
         await self.stats()
         self._begin(self.membership.tell())
         return self.facts
-
-    def _unreached(self) -> str:
-        late = ", ".join(slot.name for slot in self.slots.values() if not slot.ready)
-        return (
-            f"{late} did not connect to this front at {self._host} within {LINK_TIMEOUT_S:g} s: "
-            "workers connect to random TCP ports here, so firewalls must let them through"
-        )
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Leave the workers; open requests end in ERROR."""
@@ -278,19 +258,8 @@ class MemberPool(WorkerPool):
     async def renew_routers(self, policy: RouterPolicy | None = None) -> None:
         await self._owner.ask(RenewRouter(policy))
 
-    async def kept(self, name: bytes) -> KeptAnswer | None:
-        return (await self._owner.ask(GetKept(name))).kept
-
-    def keep(self, name: bytes, answer: KeptAnswer) -> None:
-        self._owner.send(Keep(name, answer))
-
     def response_keeper(self, limits: ServerConfig) -> ResponseKeeper:
         return _OwnersResponses(self._owner, self.membership)
-
-    async def ticket(self, version: str, model: str | None) -> Ticket:
-        answer = await self._owner.ask(GetTicket(version, model))
-        assert answer.ticket is not None
-        return answer.ticket
 
     def total_counts(self) -> FrontCounts | None:
         return self.membership.total_counts()

@@ -1,9 +1,9 @@
 """The owner of a pool's fronts: it starts and restarts them, and connects them with the workers.
 
-The process that owns the workers takes no calls where there are several fronts. It keeps what every
-front must find: stored responses, and answers to calls that may be repeated. When a front dies,
-its requests are ended at the workers that decode first and at those that hold KV for them after
-that, because a worker that still reads must not read blocks that are others' by then.
+The process that owns the workers takes no calls where there are several fronts. It keeps the stored
+responses, which every front must find. When a front dies, its requests are ended at the workers
+that decode first and at those that hold KV for them after that, because a worker that still reads
+must not read blocks that are others' by then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
+from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.control import (
@@ -24,10 +27,6 @@ from tokenmill.workers.fronts.control import (
     Answer,
     Ask,
     AskTrial,
-    CallAnswered,
-    CallBegan,
-    CallEnded,
-    CallNews,
     Connect,
     DeleteResponse,
     Drain,
@@ -36,19 +35,15 @@ from tokenmill.workers.fronts.control import (
     FindItem,
     FromFront,
     FrontFailed,
-    FrontGone,
-    FrontJoined,
     FrontSetup,
-    GetKept,
     GetResponse,
-    GetTicket,
     GetTotals,
     GiveReport,
     Hello,
-    Keep,
     KeepResponse,
     Left,
     Listening,
+    NewKeys,
     NewRouter,
     OpenCalls,
     OthersOpen,
@@ -56,7 +51,6 @@ from tokenmill.workers.fronts.control import (
     Refused,
     RenewRouter,
     Reported,
-    ResponseStored,
     Scale,
     Synced,
     ToFront,
@@ -70,13 +64,12 @@ from tokenmill.workers.fronts.control import (
     encode,
 )
 from tokenmill.workers.fronts.control_socket import OwnerSocket
-from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFar, SpawnFront
-from tokenmill.workers.fronts.kept_answers import KeptAnswers
-from tokenmill.workers.fronts.report import FrontReport, Ticket
+from tokenmill.workers.fronts.front_process import FrontProcess, SpawnFront
+from tokenmill.workers.fronts.report import FrontReport
 from tokenmill.workers.fronts.shared_responses import SharedResponses
 from tokenmill.workers.fronts.sync_rounds import SyncRounds
 from tokenmill.workers.lifecycle import PoolError, WorkerWatcher
-from tokenmill.workers.link import WorkerStartError
+from tokenmill.workers.link import MAX_MESSAGES, WorkerStartError
 from tokenmill.workers.messages import AddFront, DropFront, FromWorker, FrontDropped, FrontLost
 from tokenmill.workers.pool_view import FrontView, PoolView
 from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
@@ -85,16 +78,14 @@ _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 EVERY_S = 1.0  # between two totals
-SILENT_S = 1.2  # a front that lost a link and says nothing for so long is gone
-HOST_SILENT_S = 15.0  # so is any front
+LINK_S = 1.2  # after which a front whose process lives gets another link to a worker
 GATHER_S = 1.0  # that fronts have for their reports
 LATE_S = 10.0  # after the end of a front what it sent before may still be read
 BACKOFF_S, MAX_BACKOFF_S, STABLE_S = 0.1, 10.0, 10.0
-TICKET_S = 60.0  # that a front of another host has to come with its ticket
 
 
 class FrontError(TokenmillError):
-    """A front cannot start or join; the message says why."""
+    """A front cannot start; the message says why."""
 
 
 class OwnedPool(Protocol):
@@ -126,17 +117,14 @@ class _Front:
     """One front after another of the same name."""
 
     name: str
-    is_child: bool
-    is_far: bool = False  # it may run on another host, whose clock is another one
+    socket: OwnerSocket
     state: str = "starting"
     link: str = ""  # its name at the workers: another one after each restart
-    peer: tuple[OwnerSocket, bytes] | None = None
+    peer: bytes | None = None  # its identity at the owner's socket
     process: FrontProcess | None = None
     pid: int = 0
-    host: str = ""
     url: str = ""
     problem: str = ""
-    heard_s: float = 0.0
     num_restarts: int = 0
     wanted: dict[str, str] = field(default_factory=dict)  # addresses of links, by worker
     left: set[str] = field(default_factory=set)  # leaving workers that it has left
@@ -145,23 +133,8 @@ class _Front:
     reported: asyncio.Future[None] | None = None
 
     @property
-    def is_near(self) -> bool:
-        """It runs on the owner's host."""
-        return self.is_child and not self.is_far
-
-    @property
     def has_started(self) -> bool:
         return self.state in ("ready", "draining")
-
-    def is_alive(self) -> bool:
-        """False for one that is gone, or of another host and silent."""
-        is_heard = self.is_near or time.monotonic() - self.heard_s < SILENT_S
-        return self.peer is not None and is_heard
-
-    def is_late(self, now_s: float) -> bool:
-        """One of another host says nothing; while it starts it may load for a while."""
-        limit_s = HOST_SILENT_S if self.has_started else START_TIMEOUT_S
-        return not self.is_near and now_s - self.heard_s > limit_s
 
     def end_gather(self) -> None:
         """Nobody waits for the report any more: it has come, or is late."""
@@ -174,15 +147,11 @@ class _Front:
 
     def send_bytes(self, data: bytes) -> None:
         if self.peer is not None:
-            socket, identity = self.peer
-            socket.send(identity, data)
+            self.socket.send(self.peer, data)
 
 
 class FrontOwner:
-    """Starts fronts, links them to workers, and adds up what they report.
-
-    With `spawn_far` all but the first are started on any host.
-    """
+    """Starts fronts, links them to workers, and adds up what they report."""
 
     def __init__(
         self,
@@ -191,30 +160,26 @@ class FrontOwner:
         spawn: SpawnFront,
         num_fronts: int,
         on_totals: Callable[[Totals], None] | None = None,
-        spawn_far: SpawnFar | None = None,
     ) -> None:
         self._pool = pool
         self._setup = setup
         self._spawn = spawn
         self._on_totals = on_totals
-        self._spawn_far = spawn_far
-        far = [spawn_far is not None and i > 0 for i in range(num_fronts)]
-        self._fronts = {f"f{i}": _Front(f"f{i}", True, is_far) for i, is_far in enumerate(far)}
+        self._socket = OwnerSocket(self._receive, self._stuck)
+        names = [f"f{i}" for i in range(num_fronts)]
+        self._fronts = {name: _Front(name, self._socket) for name in names}
         self._by_peer: dict[bytes, _Front] = {}
-        self._tickets: dict[str, str] = {}  # names of fronts that are expected; "": any
+        self._tickets: dict[str, str] = {}  # names of fronts that are expected
         self._past = FrontReport()  # of fronts that are gone
         self._dropping: dict[tuple[str, str], asyncio.Future[None]] = {}  # by worker and link
         self._trial_of: _Front | None = None
         self._trials: list[_Front] = []  # who waits
         self._changed = False  # open calls
-        self._num_joined = self._num_started = 0
+        self._num_started = 0
         self._stopping = False
-        self._answers = KeptAnswers()
         self._syncs = SyncRounds(self._who_may_have_sent)
         self._responses = SharedResponses(setup.server, self._syncs.run)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._socket = OwnerSocket(self._receive)
-        self._open_socket: OwnerSocket | None = None  # for fronts of other hosts
         pool.watch(self, self._on_worker)
 
     # The fronts' processes.
@@ -236,13 +201,19 @@ class FrontOwner:
                 if keeper.done():
                     keeper.result()
 
+    def replace_keys(self, keys: KeyRing) -> None:
+        """Have all fronts check calls by these keys, those of later, too."""
+        self._setup = msgspec.structs.replace(self._setup, keys=keys)
+        for front in self._fronts.values():
+            front.send(NewKeys(keys))
+
     async def drain(self, failure: str = "") -> None:
         """Let all fronts finish what they have, or fail it, and wait for their ends."""
         self._stopping = True
         for front in self._fronts.values():
             front.state = "draining"
             front.send(Drain(failure))
-        while any(front.is_alive() for front in self._fronts.values()):
+        while any(front.peer is not None for front in self._fronts.values()):
             await asyncio.sleep(0.02)
 
     def hurry(self) -> None:
@@ -260,9 +231,7 @@ class FrontOwner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for socket in (self._socket, self._open_socket):
-            if socket is not None:
-                socket.close()
+        self._socket.close()
 
     async def _keep(self, front: _Front) -> None:
         """Start a front again whenever it ends."""
@@ -270,7 +239,7 @@ class FrontOwner:
         while not self._stopping:
             began_s, ticket = time.monotonic(), self._issue(front.name)
             try:
-                front.process = await self._launch(front, ticket)
+                front.process = await self._spawn(self._socket.address, ticket)
             except (TokenmillError, OSError) as error:
                 self._tickets.pop(ticket, None)
                 front.problem = f"front {front.name} cannot start: {error}"
@@ -295,15 +264,7 @@ class FrontOwner:
             await asyncio.sleep(backoff_s)
             front.num_restarts += 1
 
-    async def _launch(self, front: _Front, ticket: str) -> FrontProcess:
-        if self._spawn_far is None or not front.is_far:
-            return await self._spawn(self._socket.address, ticket)
-        socket = self._listen_far()
-        host, port = self._setup.link_host or "", socket.address.rpartition(":")[2]
-        plain = f"[{host}]" if ":" in host else host
-        return await self._spawn_far(Ticket(f"tcp://{plain}:{port}", socket.key, ticket))
-
-    def _issue(self, name: str = "") -> str:
+    def _issue(self, name: str) -> str:
         ticket = secrets.token_hex(32)
         self._tickets[ticket] = name
         return ticket
@@ -315,7 +276,7 @@ class FrontOwner:
         return task
 
     async def _beat(self) -> None:
-        """Spread totals, and give up fronts of other hosts that say nothing."""
+        """Tell the fronts the sums over all of them."""
         last_s = 0.0
         while True:
             await asyncio.sleep(0.05)
@@ -324,64 +285,49 @@ class FrontOwner:
             if now_s - last_s >= EVERY_S:
                 last_s = now_s
                 self._spread_totals()
-                for front in list(self._fronts.values()):
-                    if front.is_late(now_s) and front.peer is not None:
-                        self._begin(self._gone(front))
 
     # Messages of fronts.
 
-    def _receive(self, socket: OwnerSocket, identity: bytes, data: bytes) -> None:
+    def _receive(self, identity: bytes, data: bytes) -> None:
         message = decode_from_front(data)
         front = self._by_peer.get(identity)
         if isinstance(message, Hello):
-            self._welcome(socket, identity, message)
-        elif front is not None and isinstance(message, Keep | KeepResponse):
-            self._keep_for_all(message)  # also of a front that has ended since
-        elif front is not None and front.peer is not None and front.peer[1] == identity:
-            front.heard_s = time.monotonic()
+            self._welcome(identity, message)
+        elif front is not None and isinstance(message, KeepResponse):  # of one that has ended, too
+            kept = message
+            self._responses.put(kept.response_id, kept.account, kept.item_ids, kept.payload)
+        elif front is not None and front.peer == identity:
             self._apply(front, message)
 
-    def _welcome(self, socket: OwnerSocket, identity: bytes, hello: Hello) -> None:
-        name = self._tickets.pop(hello.ticket, None)
-        problem = self.mismatch(hello.version, hello.model)
+    def _stuck(self, identity: bytes) -> None:
+        """A front takes no messages: it is ended, and another one starts."""
+        front = self._by_peer.get(identity)
+        if front is not None and front.peer == identity and front.process is not None:
+            waiting = f"{MAX_MESSAGES} wait, the most that may"
+            _log.error("front %s takes no messages (%s) and is ended", front.name, waiting)
+            with contextlib.suppress(ProcessLookupError):
+                front.process.kill()
+
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        name, version = self._tickets.pop(hello.ticket, None), self._setup.version
+        problem = ""
+        if hello.version != version:
+            problem = f"the server runs tokenmill {version} and this front {hello.version}: "
+            problem += "start the server again after an update"
         if name is None:
-            problem = "the ticket is unknown, too old or was used before; start the front again"
-        if problem:
-            socket.send(identity, encode(Refused(problem)))
+            problem = "a front is started by its server alone, by --fronts"
+        if problem or name is None:
+            self._socket.send(identity, encode(Refused(problem)))
             return
-        front = self._fronts.get(name or "")
-        if front is None:
-            front = _Front(f"j{self._num_joined}", False)
-            self._num_joined += 1
-            self._fronts[front.name] = front
+        front = self._fronts[name]
         self._num_started += 1
         front.link = f"{front.name}.{self._num_started}"
-        front.peer, front.pid, front.host = (socket, identity), hello.pid, hello.host
-        front.heard_s = time.monotonic()
+        front.peer, front.pid = identity, hello.pid
         self._by_peer[identity] = front
         workers = {slot.name: slot.role for slot in self._slots() if _takes_fronts(slot)}
-        front.send(Welcome(front.name, front.link, self._setup, workers, front.is_child))
-        self._tell_others(front, FrontJoined())
+        front.send(Welcome(front.name, front.link, self._setup, workers))
         if self._stopping:
             front.send(Drain())
-
-    def mismatch(self, version: str, model: str | None) -> str:
-        """Why a front of this version and model may not join, or ""."""
-        setup = self._setup
-        if version != setup.version:
-            return (
-                f"the server runs tokenmill {setup.version} and this front {version}: "
-                f"type pip install tokenmill=={setup.version}"
-            )
-        if model is not None and model != setup.model:
-            return f"the server has the model {setup.model!r}, and this front {model!r}"
-        return ""
-
-    def _failed(self, front: _Front, problem: str) -> None:
-        where = f"front {front.name} on {front.host}: " if front.is_far else ""
-        front.problem = where + problem
-        if not front.is_child:  # nobody waits for its end
-            self._begin(self._gone(front))
 
     def _apply(self, front: _Front, message: FromFront) -> None:
         match message:
@@ -390,10 +336,8 @@ class FrontOwner:
                 self._link(front, worker)
             case Listening(url=url):
                 front.state, front.url = "ready", url
-                if not front.is_child:
-                    _log.info("front %s joined: %s", front.name, url)
             case FrontFailed(message=problem):
-                self._failed(front, problem)
+                front.problem = problem
             case Left(worker=worker):
                 front.left.add(worker)
             case Reported(report=report, asked=asked):
@@ -403,8 +347,6 @@ class FrontOwner:
             case OpenCalls():
                 front.calls, self._changed = message, True
             case Announced():
-                self._pass_on(front, message)
-            case CallBegan() | CallAnswered() | CallEnded() | ResponseStored():
                 self._tell_others(front, message)
             case Ask(number=number, question=question):
                 self._begin(self._answer(front, number, question))
@@ -421,15 +363,7 @@ class FrontOwner:
             case EndTrial():
                 self._end_trial(front)
 
-    def _pass_on(self, front: _Front, message: Announced) -> None:
-        """Tell the other fronts; those on other hosts have other clocks."""
-        elsewhere = Announced(message.told, 0.0)
-        for other in self._fronts.values():
-            if other is not front:
-                same_clock = front.is_near and other.is_near
-                other.send(message if same_clock else elsewhere)
-
-    def _tell_others(self, front: _Front, message: CallNews | FrontJoined | FrontGone) -> None:
+    def _tell_others(self, front: _Front, message: Announced) -> None:
         data = encode(message)
         for other in self._fronts.values():
             if other is not front:
@@ -442,13 +376,8 @@ class FrontOwner:
                 case GetTotals():
                     await self._gather()
                     answer.totals = self._totals(decisions=True)
-                case GetKept(name=name):
-                    answer.kept = self._answers.get(name)
                 case GetResponse() | FindItem() | DeleteResponse():
                     await self._responses.answer(question, answer)
-                case GetTicket(version=version, model=model):
-                    answer.error = self.mismatch(version, model)
-                    answer.ticket = None if answer.error else self._open()
                 case RenewRouter(policy=policy):
                     for each in self._fronts.values():
                         each.send(NewRouter(policy))
@@ -465,38 +394,9 @@ class FrontOwner:
             answer.error, answer.error_kind = f"{type(error).__name__}: {error}", "internal"
         front.send(answer)
 
-    def _keep_for_all(self, message: Keep | KeepResponse) -> None:
-        match message:
-            case Keep(name=name, answer=answer):
-                self._answers.put(name, answer)
-            case KeepResponse(response_id, key, item_ids, payload):
-                self._responses.put(response_id, key, item_ids, payload)
-
     def _who_may_have_sent(self) -> list[_Front]:
         """Fronts with links, too: they may answer calls before they say that they listen."""
         return [f for f in self._fronts.values() if f.peer and (f.has_started or f.wanted)]
-
-    # Fronts of other hosts.
-
-    def _open(self) -> Ticket:
-        """A ticket, and a socket for fronts of other hosts."""
-        socket = self._listen_far()
-        ticket = self._issue()
-        asyncio.get_running_loop().call_later(TICKET_S, self._tickets.pop, ticket, None)
-        return Ticket(socket.address, socket.key, ticket)
-
-    def _listen_far(self) -> OwnerSocket:
-        """The socket for fronts of other hosts."""
-        if self._open_socket is None:
-            host = self._setup.server.host
-            try:
-                self._open_socket = OwnerSocket(self._receive, host)
-            except OSError as error:
-                raise PoolError(
-                    f"no front can join: the server cannot listen for fronts at {host!r} "
-                    f"({error}); start it with an IP address of its host as --host"
-                ) from error
-        return self._open_socket
 
     # Fronts and workers.
 
@@ -562,16 +462,11 @@ class FrontOwner:
 
     async def _lost(self, slot: WorkerSlot, link: str) -> None:
         """A link broke: the front is gone, or it makes another one."""
+        await asyncio.sleep(LINK_S)
         front = next((f for f in self._fronts.values() if f.link == link), None)
         if front is None or front.peer is None:
             return
-        began_s = time.monotonic()
-        await asyncio.sleep(SILENT_S)
-        if front.link != link or front.peer is None:
-            return
-        if not front.is_near and front.has_started and front.heard_s < began_s:
-            await self._gone(front)
-        elif slot.name in front.wanted and slot.ready:
+        if slot.name in front.wanted and slot.ready:
             slot.send(DropFront(link))
             self._unlink(front, slot.name, "the link to the worker broke", worker_lives=True)
 
@@ -579,12 +474,8 @@ class FrontOwner:
         """A front is gone: end its requests, and keep what it has counted."""
         if front.peer is None:
             return
-        identity = front.peer[1]
-        asyncio.get_running_loop().call_later(LATE_S, self._by_peer.pop, identity, None)
+        asyncio.get_running_loop().call_later(LATE_S, self._by_peer.pop, front.peer, None)
         front.peer, link = None, front.link
-        if front.process is not None:  # it says nothing; once it has ended, a new one starts
-            front.process.kill()
-        self._tell_others(front, FrontGone(link))
         front.end_gather()
         self._syncs.left(front)
         self._past.add(front.report.past())
@@ -595,9 +486,6 @@ class FrontOwner:
         slots = [slot for slot in self._slots() if slot.name in linked]
         await self._drop(link, [slot for slot in slots if slot.role != "prefill"])
         await self._drop(link, [slot for slot in slots if slot.role == "prefill"])
-        if not front.is_child:
-            _log.warning("front %s has left", front.name)
-            self._fronts.pop(front.name, None)
 
     async def _drop(self, link: str, slots: list[WorkerSlot]) -> None:
         """End a front's requests at workers, and wait until they have done so."""
@@ -639,8 +527,8 @@ class FrontOwner:
                 if other is not front:
                     others.num_open += other.calls.num_open
                     others.num_pending += other.calls.num_pending
-                    for key, count in other.calls.by_key.items():
-                        others.by_key[key] = others.by_key.get(key, 0) + count
+                    for who, count in other.calls.by_account.items():
+                        others.by_account[who] = others.by_account.get(who, 0) + count
             front.send(OthersOpen(others))
 
     def _spread_totals(self) -> None:
@@ -696,5 +584,4 @@ def _view(front: _Front) -> FrontView:
         pid=front.pid,
         num_open=front.calls.num_open,
         restarts=front.num_restarts,
-        host=front.host,
     )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
 
+from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.workers.fronts.control import (
     Answer,
     Ask,
@@ -22,6 +22,7 @@ from tokenmill.workers.fronts.control import (
     GiveReport,
     Hello,
     Listening,
+    NewKeys,
     OpenCalls,
     OthersOpen,
     Question,
@@ -51,8 +52,8 @@ OWNER_SILENT_S = 30.0
 class OwnerLink:
     """The connection to the owner: questions and answers, and messages that are passed on."""
 
-    def __init__(self, address: str, key: str = "") -> None:
-        self._socket = FrontSocket(self._receive, address, key)
+    def __init__(self, address: str) -> None:
+        self._socket = FrontSocket(self._receive, address)
         self.gone = self._socket.gone
         self._on_message: Callable[[ToFront], None] | None = None
         self._messages: deque[ToFront] = deque()  # to be passed on
@@ -61,9 +62,9 @@ class OwnerLink:
         self._number = 0
         self.heard_s = time.monotonic()
 
-    async def join(self, ticket: str, version: str, model: str | None) -> Welcome:
+    async def join(self, ticket: str, version: str) -> Welcome:
         """Say Hello; FrontError where the owner does not take this front."""
-        self.send(Hello(ticket, version, model, os.getpid(), socket.gethostname()))
+        self.send(Hello(ticket, version, os.getpid()))
         gone = asyncio.ensure_future(self.gone.wait())
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
@@ -153,10 +154,11 @@ class Membership:
         self.calls: Callable[[], OpenCalls] = OpenCalls
         self.on_others: Callable[[OpenCalls], None] = lambda calls: None
         self.on_drain: Callable[[str], None] = lambda failure: None
+        self.on_keys: Callable[[KeyRing], object] = lambda keys: None
         self._owner = owner
         self._report = report
         self._num_pending = num_pending
-        self._parent = os.getppid() if welcome.is_child else None
+        self._parent = os.getppid()
 
     def listening(self, url: str) -> None:
         """Clients can call this front."""
@@ -172,6 +174,8 @@ class Membership:
             case OthersOpen(calls=calls):
                 self.others = calls
                 self.on_others(calls)
+            case NewKeys(keys=keys):
+                self.on_keys(keys)
             case Drain(failure=failure):
                 self.on_drain(failure)
 
@@ -203,10 +207,10 @@ class Membership:
 
     def _is_alone(self) -> bool:
         """The owner is gone, or says nothing, though it sends totals every second."""
-        orphaned = self._parent is not None and os.getppid() != self._parent
+        orphaned = os.getppid() != self._parent
         return orphaned or time.monotonic() - self._owner.heard_s > OWNER_SILENT_S
 
 
 def front_number(name: str) -> int:
-    """The number in a front's name; fronts that joined come after those of the owner's host."""
-    return int(name[1:]) + (1000 if name[0] == "j" else 0)
+    """The number in a front's name."""
+    return int(name[1:])

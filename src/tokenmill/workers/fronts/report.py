@@ -104,11 +104,3 @@ class FrontReport(msgspec.Struct):
 
 
 _COUNTERS = ("migrations", "transfers", "failed_transfers")
-
-
-class Ticket(msgspec.Struct, frozen=True):
-    """What a front on another host needs to connect."""
-
-    address: str
-    key: str
-    ticket: str

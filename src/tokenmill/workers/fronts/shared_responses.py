@@ -30,10 +30,10 @@ class SharedResponses(StoredResponses):
 
     async def _find(self, question: AboutResponse, answer: Answer) -> bool:
         match question:
-            case GetResponse(response_id=response_id, key=key):
-                answer.response = await self.get(response_id, key)
-            case FindItem(item_id=item_id, key=key):
-                answer.response = await self.find_item(item_id, key)
-            case DeleteResponse(response_id=response_id, key=key):
-                answer.is_deleted = await self.delete(response_id, key)
+            case GetResponse(response_id=response_id, account=account):
+                answer.response = await self.get(response_id, account)
+            case FindItem(item_id=item_id, account=account):
+                answer.response = await self.find_item(item_id, account)
+            case DeleteResponse(response_id=response_id, account=account):
+                answer.is_deleted = await self.delete(response_id, account)
         return answer.response is not None or answer.is_deleted

@@ -33,6 +33,7 @@ class JobWorkerView(msgspec.Struct, frozen=True):
     busy: float  # share of the last minute with something to compute
     figures: dict[str, float]  # what its engine says of itself
     warnings: list[str] = []
+    pid: int | None = None  # on its machine; None while it has no process
 
 
 class JobPool:
@@ -105,7 +106,7 @@ class JobPool:
     async def start(self) -> dict[str, Any]:
         """Start all workers; raises WorkerStartError when one does not come up."""
         if set(roles_of(self.config)) != {"both"}:
-            raise PoolError("workers: an engine of jobs has no prefill, decode or encoder workers")
+            raise PoolError("workers: an engine of jobs has no prefill or decode workers")
         await self._lifecycle.start(roles_of(self.config))
         return self.facts
 
@@ -189,4 +190,5 @@ class JobPool:
             busy=round(slot.busy(), 3),
             figures=self._jobs.figures(slot),
             warnings=[] if slot.facts is None else slot.facts.warnings,
+            pid=slot.pid,
         )

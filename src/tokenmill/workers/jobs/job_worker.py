@@ -22,7 +22,7 @@ from tokenmill.workers.messages import (
     ToWorker,
     decode_to_worker,
 )
-from tokenmill.workers.worker_process import describe, leave_signals_to_the_parent
+from tokenmill.workers.worker_process import describe, take_signals
 
 
 def run_job_worker(
@@ -33,7 +33,7 @@ def run_job_worker(
     `facts` are what the API has to know, as plain data. The API process is told of an exception out
     of the engine before it is raised; a ValueError of submit() fails that job alone.
     """
-    leave_signals_to_the_parent()
+    take_signals()
     told = ModelFacts(0, 0, 0, 0, dtype="none", about=facts, warnings=list(warnings))
     links = FrontLinks(FrontLink(address), told)
     try:

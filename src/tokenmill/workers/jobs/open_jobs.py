@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tokenmill.core.jobs.job_engine import JobOutput, add_figures, is_counter
 from tokenmill.routing.suspects import Suspects
 from tokenmill.workers.messages import Abort, FromWorker, Job, JobOutputs, Stats, SubmitJobs
-from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
+from tokenmill.workers.slot import WorkerSlot
 
 _log = logging.getLogger(__name__)
 
@@ -105,10 +105,6 @@ class OpenJobs:
 
     # Workers come and go; the lifecycle tells.
 
-    def receiver(self, role: Role) -> OnMessage:
-        """Who hears what workers say."""
-        return self._on_message
-
     def check(self, slot: WorkerSlot) -> None:
         """Any worker goes with the others."""
 
@@ -153,7 +149,7 @@ class OpenJobs:
         """True where other workers than this one take jobs."""
         return bool(set(self._taking) - {slot.name})
 
-    def no_worker(self, role: Role, message: str) -> None:
+    def no_worker(self, message: str) -> None:
         """No worker is left: all jobs fail."""
         self.end_all(message, "worker_died")
 
@@ -163,7 +159,7 @@ class OpenJobs:
 
     # Jobs.
 
-    def _on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
+    def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
         match message:
             case JobOutputs(outputs=outputs):
                 for output in outputs:

@@ -116,7 +116,9 @@ function drawWorker(card, worker, knowsBlocks) {
     ...(knowsBlocks ? [["cached blocks", num(worker.cached_blocks)]] : []),
     ["routed here", plural(worker.routed, "request")],
     ...(knowsBlocks ? [["found cached", percent(share(worker.overlap_tokens, worker.routed_tokens))]] : []),
-    ["failures · restarts", `${worker.failures} · ${worker.restarts}`, worker.failures ? "bad" : ""],
+    worker.role === "backend"
+      ? ["failures · returns", `${worker.failures} · ${worker.returns}`, worker.failures ? "bad" : ""]
+      : ["failures · restarts", `${worker.failures} · ${worker.restarts}`, worker.failures ? "bad" : ""],
   ]);
   const failure = worker.last_failure ? [`Last failure: ${worker.last_failure}`] : [];
   set(card.querySelector(".wrong"), [...failure, ...worker.warnings].join("; "));

@@ -80,8 +80,10 @@ async function poll(draw, query) {
     lose("no connection");
     return true;
   }
-  if (response.status === 401) {
-    askKey(key ? "The server does not know this key." : "");
+  const wantsOperator = data.error?.code === "not_operator";
+  if (response.status === 401 || wantsOperator) {
+    if (wantsOperator) askKey("These are figures of all keys: give the server's control token.");
+    else askKey(key ? "The server does not know this key." : "");
     return false;
   }
   if (!response.ok) {

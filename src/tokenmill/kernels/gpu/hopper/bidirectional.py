@@ -6,13 +6,15 @@ latter.
 
 The last tile of keys comes first: keys past the end are masked once, outside of the loop.
 
-Queries and keys may be 8-bit codes, and values fp8: see kernels/rounded_attention.py. The tensor
+Queries and keys may be 8-bit codes, and values fp8: see kernels/bidirectional.py. The tensor
 cores add fp8 products with few bits, so each tile's sums are their own, added up in fp32. A thread
 holds the weights of two neighbouring keys in each of eight columns, and fp8 operands are four: so
 rounded keys lie in the order that `key_order` gives.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental import gluon
@@ -26,12 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.gpu.attention import LOG2E
-from tokenmill.kernels.gpu.bidirectional import Packed
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.hopper.two_groups import (
     HALF,
     KEYS,
+    LOG2E,
     MASKED,
     ROWS,
     SCORES,
@@ -43,6 +44,9 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     shrunk,
 )
 from tokenmill.kernels.gpu.launch import cdiv, quick
+
+if TYPE_CHECKING:
+    from tokenmill.kernels.gpu.bidirectional import Packed
 
 DIM = gl.constexpr(128)
 MAGIC = gl.constexpr(0x4B400000)  # the bits of 1.5 * 2^23: a sum with them is a float's bits

@@ -31,15 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.gpu.attention import LOG2E
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.hopper.two_groups import LOG2E, MASKED
 from tokenmill.kernels.gpu.launch import quick
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 HALF = gl.constexpr(256)  # of the latent channels
 ROPE = gl.constexpr(64)
-MASKED = gl.constexpr(-1e30)
 FLOOR = gl.constexpr(-1e20)  # of a peak: masked scores weigh nothing even where all are masked
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

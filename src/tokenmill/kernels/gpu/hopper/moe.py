@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
+from tokenmill.kernels.gpu.expert_tiles import Tiles
 from tokenmill.kernels.gpu.launch import next_power_of_2, quick
-from tokenmill.kernels.gpu.moe import Tiles
 from tokenmill.kernels.moe import PackedExperts
 
 HALF = gl.constexpr(128)  # of the rows of W per tile

@@ -13,7 +13,6 @@ about as much. The copying warp runs ahead into a program's next item.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental import gluon
@@ -27,12 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.attention import heads_of
-from tokenmill.kernels.gpu.attention import LOG2E
+from tokenmill.kernels.attention import AttentionBatch, QueryTiles, heads_of
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.hopper.two_groups import (
     HALF,
     KEYS,
+    LOG2E,
     MASKED,
     ROWS,
     SCORES,
@@ -43,9 +42,6 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     shrunk,
 )
 from tokenmill.kernels.gpu.launch import quick
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 
 FLOOR = gl.constexpr(-1e20)  # of a peak: masked scores weigh nothing even where all are masked
 STAGES = 2
@@ -332,7 +328,7 @@ def launch(
     window: int,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Attention of pre-scaled q[t, heads * dim] over the cache into out's rows of these tiles."""
+    """Attention of the queries of these tiles."""
     _, kv_heads, block_size, dim = v_cache.shape
     group, tables = heads_of(tiles, num_heads // kv_heads), batch.block_tables
     assert tiles.tokens * group == ROWS.value and tiles.splits == 1

@@ -8,8 +8,6 @@ earlier tile has are masked once. So no key behind a segment is read, whatever i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.kernels.gpu.attention import LOG2E
 from tokenmill.kernels.gpu.dependent import launch_options, wait
 from tokenmill.kernels.gpu.hopper.bidirectional import softmax
 from tokenmill.kernels.gpu.hopper.two_groups import (
     HALF,
     KEYS,
+    LOG2E,
     MASKED,
     ROWS,
     SCORES,
@@ -37,10 +35,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     shrunk,
 )
 from tokenmill.kernels.gpu.launch import quick
-from tokenmill.kernels.segments import TILE_ROWS
-
-if TYPE_CHECKING:
-    from tokenmill.kernels.segments import Segments
+from tokenmill.kernels.segments import TILE_ROWS, Segments
 
 LOW = gl.constexpr(64)  # channels
 HIGH = gl.constexpr(16)

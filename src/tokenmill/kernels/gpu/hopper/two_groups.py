@@ -17,6 +17,7 @@ ROWS = gl.constexpr(128)  # of queries per program
 HALF = gl.constexpr(64)  # of them per group
 KEYS = gl.constexpr(128)
 MASKED = gl.constexpr(-1e30)
+LOG2E = gl.constexpr(1.4426950408889634)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
