@@ -11,7 +11,7 @@ from tokenmill.core.types import Request
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import matmul
-from tokenmill.layers import attention
+from tokenmill.layers import attention, linear
 from tokenmill.layers.linear import ComputeType, Linear
 from tokenmill.models import decoder, family_of
 from tokenmill.models.checkpoints.weights import open_checkpoint
@@ -57,7 +57,8 @@ def test_fp8_perplexity_stays_close(smollm2_path: Path, monkeypatch: pytest.Monk
     """A narrow model loses 3 % over many tokens; a thousand tell to half of one."""
     rope = attention.rope_and_cache
     monkeypatch.setattr(attention, "rope_and_cache", lambda qkv, *rest: rope(qkv.float(), *rest))
-    monkeypatch.setattr(matmul, "matmul_reference", product)
+    for module in (matmul, linear):
+        monkeypatch.setattr(module, "matmul", product)
     monkeypatch.setattr(decoder, "Linear", CastingLinear)
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     token_ids = load_tokenizer(str(smollm2_path)).encode(text)[:NUM_TOKENS]
