@@ -1,7 +1,7 @@
-"""A keep-alive HTTP/1.1 connection, the base of the benchmark client's and of the proxy's.
+"""Raw HTTP/1.1 to others: keep-alive connections, a pool of idle ones, and which of them are stale.
 
-Each of them handles answers in its own way and has its own pool: the client stamps every read and
-never pauses it, while the proxy stops reading from a backend until its client takes the answer.
+Each user handles answers in its own way: the load client stamps every read and never pauses it, the
+router stops reading from a backend until its client takes the answer, and images wait for memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import resource
 import ssl
 import time
 from abc import ABC, abstractmethod
-from typing import Any
-from urllib.parse import SplitResult
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
 Headers = list[tuple[bytes, bytes]]
 MAX_FILES = 65_536
+MAX_IDLE = 1024  # connections of a pool
+MAX_IDLE_NS = 4_000_000_000  # many servers close theirs after five seconds
 LENGTH = frozenset((b"content-length", b"transfer-encoding"))
 MAX_HEAD_BYTES = 65_536  # of a head and its trailers; also bytes that amount to nothing
 ENTRY_BYTES = 32  # that a header counts beside its name and value, as in HTTP/2 and HTTP/3
@@ -43,8 +46,9 @@ class HttpConnection(asyncio.Protocol, ABC):
 
     def __init__(self) -> None:
         self.is_open = False
+        self.reused_ns = 0  # when it was taken from a pool for the current request
         self.got_bytes = False  # of the current answer
-        self.read_ns = 0  # when the last read came, taken before anything is parsed
+        self.read_ns = 0  # when it was made, or the last read came: taken before any parsing
         self.transport: Any = None
         self._parser: Any = None
         self._headers: Headers = []
@@ -72,7 +76,7 @@ class HttpConnection(asyncio.Protocol, ABC):
         """What came cannot be read."""
 
     @abstractmethod
-    def lose(self, error: Exception | None) -> None:
+    def answer_cut_off(self, error: Exception | None) -> None:
         """The connection has ended, and an answer on it is not whole."""
 
     def write(self, request: bytes) -> None:
@@ -89,6 +93,7 @@ class HttpConnection(asyncio.Protocol, ABC):
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
         self._parser = httptools.HttpResponseParser(self)
+        self.read_ns = time.monotonic_ns()
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
@@ -110,7 +115,7 @@ class HttpConnection(asyncio.Protocol, ABC):
             self.read_ns = time.monotonic_ns()
             self.finish(keep_alive=False)
         else:
-            self.lose(error)
+            self.answer_cut_off(error)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_head_bytes += len(name) + len(value) + ENTRY_BYTES
@@ -139,6 +144,69 @@ class HttpConnection(asyncio.Protocol, ABC):
             self._num_empty_bytes = 0
             self.take_body(self._parts)
             self._parts.clear()
+
+
+C = TypeVar("C", bound=HttpConnection)
+
+
+async def connect(
+    make: Callable[[], C], address: tuple[str, int], tls: ssl.SSLContext | None, host: str
+) -> C:
+    """A new connection; `host` is whom the certificate must name."""
+    name = host if tls is not None else None
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(make, *address, ssl=tls, server_hostname=name)
+    return connection
+
+
+class ConnectionPool(Generic[C]):
+    """Connections to the server of a URL; of the idle ones the last used is used first."""
+
+    def __init__(
+        self, url: str, insecure: bool = False, stale_s: float = 0.0, max_idle: int = MAX_IDLE
+    ) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._tls = tls_of(parts, insecure)
+        self.address = (self._host, parts.port or (443 if self._tls else 80))
+        self.host_line = b"Host: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
+        self._stale_ns, self._max_idle = round(stale_s * 1e9), max_idle
+        self._idle: list[C] = []
+
+    async def connect(self, make: Callable[[], C]) -> C:
+        return await connect(make, self.address, self._tls, self._host)
+
+    def take(self) -> C | None:
+        """An idle connection; when even the last used one is too old, all are."""
+        now_ns = time.monotonic_ns()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and now_ns - connection.read_ns < MAX_IDLE_NS:
+                connection.reused_ns = now_ns
+                return connection
+            connection.close()
+        return None
+
+    def give(self, connection: C) -> None:
+        """Keep a connection that is between two requests."""
+        if connection.is_open and len(self._idle) < self._max_idle:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def went_stale(self, connection: HttpConnection) -> bool:
+        """True if the server closed an idle connection just when it was used again.
+
+        A server that ends one within `stale_s` of an answer has failed.
+        """
+        idle_ns = connection.reused_ns - connection.read_ns
+        return bool(connection.reused_ns) and not connection.got_bytes and idle_ns >= self._stale_ns
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
 
 
 def raise_file_limit() -> None:

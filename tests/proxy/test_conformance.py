@@ -22,6 +22,7 @@ from api.generated_http import answers, in_parts, requests
 from api.sim_server import GENEROUS_S
 from proxy.route_server import router_process
 from tokenmill.core.config import RouteConfig, ServerConfig
+from tokenmill.http_connection import ConnectionPool
 from tokenmill.proxy.upstream import Answer, UpstreamError, _Connection
 
 SEED = 35
@@ -80,8 +81,8 @@ def answer_of_h11(data: bytes) -> tuple[int, bytes, str]:
 
 
 async def answer_of_ours(parts: list[bytes]) -> tuple[int, bytes, str]:
-    idle: list[_Connection] = []
-    connection, transport, answer = _Connection(idle), BackendTransport(), Answer()
+    pool: ConnectionPool[_Connection] = ConnectionPool("http://backend")
+    connection, transport, answer = _Connection(pool), BackendTransport(), Answer()
     connection.connection_made(transport)
     connection.send(b"", answer)
     for part in parts:

@@ -161,9 +161,9 @@ def make_target(settings: Settings, config: EndpointConfig) -> Target:
     fields: dict[str, Any] = {"ignore_eos": True} if settings.values.get("ignore-eos", True) else {}
     if "temperature" in settings:
         fields["temperature"] = settings.get("temperature")
-    return Target(
+    target = Target(
         url=url,
-        model=settings.values.get("model") or first_model(url, key),
+        model=settings.values.get("model", ""),
         api=config.api,
         stream=config.stream,
         api_key=key,
@@ -172,6 +172,7 @@ def make_target(settings: Settings, config: EndpointConfig) -> Target:
         keep_text=config.turns > 1 or config.tokenizer is not None,
         fields=fields | _extra_body(config.extra_body),
     )
+    return target if target.model else replace(target, model=first_model(target))
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:
@@ -184,13 +185,12 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     return found
 
 
-def served_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
+def served_models(target: Target) -> list[dict[str, Any]]:
     """What the server's /models lists; OSError, ValueError, KeyError or TypeError without it."""
-    from urllib.request import Request, urlopen
+    from tokenmill.bench.client.connections import call_once
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with urlopen(Request(_models_url(url), headers=headers), timeout=MODELS_TIMEOUT_S) as answer:
-        cards: list[dict[str, Any]] = json.load(answer)["data"]
+    _, body = call_once(target, _models_url(target.url), timeout_s=MODELS_TIMEOUT_S)
+    cards: list[dict[str, Any]] = json.loads(body)["data"]
     return cards
 
 
@@ -198,13 +198,14 @@ def _models_url(url: str) -> str:
     return url.removesuffix("/completions").removesuffix("/chat") + "/models"
 
 
-def first_model(url: str, api_key: str | None) -> str:
+def first_model(target: Target) -> str:
     """The first name of the server's /models."""
     try:
-        return str(served_models(url, api_key)[0]["id"])
+        return str(served_models(target)[0]["id"])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise BenchError(
-            f"{_models_url(url)} does not name a model ({error}): give --model, or check --url"
+            f"{_models_url(target.url)} does not name a model ({error}): give --model, "
+            "or check --url"
         ) from None
 
 

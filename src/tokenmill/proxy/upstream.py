@@ -1,22 +1,18 @@
-"""HTTP to one backend: pooled connections, whose answers are passed on byte by byte.
+"""HTTP to one backend, whose answers are passed on byte by byte.
 
-Connections stay open and are used last in, first out. If the backend closes an idle connection just
-when it is used again, the call is sent once more on a new one; the caller decides about all other
-failures.
+If the backend closes an idle connection just when it is used again, the call is sent once more on a
+new one; the caller decides about all other failures.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from tokenmill.http_connection import Headers, HttpConnection, tls_of
+from tokenmill.http_connection import ConnectionPool, Headers, HttpConnection
 
 MAX_BUFFERED = 1 << 20  # bytes that nobody has read yet; beyond them the backend has to wait
-MAX_IDLE = 1024  # connections kept
-MAX_IDLE_S = 4.0  # many servers close theirs after five seconds
 MAX_STATUS = 599
 STALE_S = 1.0  # one that was used a moment ago did not go stale: the backend has failed
 # Between neighbours only; the length is written anew, and which pages may call is decided here.
@@ -179,11 +175,10 @@ class Answer:
 class _Connection(HttpConnection):
     """A connection to the backend, which waits while its answer is not read."""
 
-    def __init__(self, idle: list[_Connection]) -> None:
+    def __init__(self, pool: ConnectionPool[_Connection]) -> None:
         super().__init__()
         self.answer: Answer | None = None
-        self.idle_since_s = 0.0
-        self._idle = idle
+        self._pool = pool
         self._is_paused = False
 
     def send(self, request: bytes, answer: Answer) -> None:
@@ -220,9 +215,8 @@ class _Connection(HttpConnection):
         if answer is None:
             return
         self.resume()
-        if keep_alive and len(self._idle) < MAX_IDLE:
-            self.idle_since_s = time.monotonic()
-            self._idle.append(self)
+        if keep_alive:
+            self._pool.give(self)
         else:
             self.close()
         answer.end()
@@ -230,7 +224,7 @@ class _Connection(HttpConnection):
     def fail(self, reason: str) -> None:
         self._end(AnswerError(f"its answer is {reason}"))
 
-    def lose(self, error: Exception | None) -> None:
+    def answer_cut_off(self, error: Exception | None) -> None:
         self._end(UpstreamError("the connection was lost" + (f": {error}" if error else "")))
 
     def _end(self, error: UpstreamError) -> None:
@@ -244,14 +238,9 @@ class Upstream:
     """Requests to one base URL, such as http://host:8000, over a pool of connections."""
 
     def __init__(self, url: str, connect_timeout_s: float) -> None:
-        parts = urlsplit(url)
-        self._host = parts.hostname or ""
-        self._tls = tls_of(parts)
-        self._port = parts.port or (443 if self._tls else 80)
-        self._prefix = parts.path.rstrip("/").encode()
-        self._host_line = b"Host: " + parts.netloc.rpartition("@")[2].encode() + b"\r\n"
+        self._prefix = urlsplit(url).path.rstrip("/").encode()
         self._connect_timeout_s = connect_timeout_s
-        self._idle: list[_Connection] = []
+        self._pool: ConnectionPool[_Connection] = ConnectionPool(url, stale_s=STALE_S)
 
     async def send(
         self,
@@ -267,15 +256,13 @@ class Upstream:
         One that is sent `once` gets a new connection, which cannot have gone stale.
         """
         request = self._request(method, path, headers, body)
-        began_s = time.monotonic()
-        connection = None if once else self._take_idle(began_s - MAX_IDLE_S)
+        connection = None if once else self._pool.take()
         if connection is not None:
             try:
                 connection.send(request, answer)
                 return await answer.head(connection)
             except UpstreamError:
-                fresh = connection.idle_since_s > began_s - STALE_S
-                if fresh or connection.got_bytes or answer.is_closed:
+                if answer.is_closed or not self._pool.went_stale(connection):
                     raise
             answer.begin_again()  # the pooled connection had gone stale
         connection = await self._connect()
@@ -286,43 +273,22 @@ class Upstream:
         await answer.head(connection)
 
     def close(self) -> None:
-        """Close the connections that nobody uses."""
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
+        self._pool.close()
 
     def _request(
         self, method: str, path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> bytes:
-        lines = [b"%s %s%s HTTP/1.1\r\n" % (method.encode(), self._prefix, path), self._host_line]
-        lines += [b"%s: %s\r\n" % pair for pair in headers]
+        lines = [b"%s %s%s HTTP/1.1\r\n" % (method.encode(), self._prefix, path)]
+        lines += [self._pool.host_line, *(b"%s: %s\r\n" % pair for pair in headers)]
         lines.append(b"content-length: %d\r\n\r\n" % len(body))
         return b"".join(lines) + body
 
-    def _take_idle(self, since_s: float) -> _Connection | None:
-        """The one used last; when even that is too old, all are."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_open and connection.idle_since_s > since_s:
-                return connection
-            connection.close()
-        return None
-
     async def _connect(self) -> _Connection:
-        name = self._host if self._tls else None
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self._idle),
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                    server_hostname=name,
-                )
+                return await self._pool.connect(lambda: _Connection(self._pool))
         except TimeoutError:
             limit = self._connect_timeout_s
             raise ConnectError(f"no connection within {limit:g} s") from None
         except OSError as error:
             raise ConnectError(error.strerror or str(error)) from None
-        return connection

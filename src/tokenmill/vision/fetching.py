@@ -17,7 +17,7 @@ from typing import Protocol
 from urllib.parse import urljoin
 
 from tokenmill.core.types import ImageError, LargeImageError, TokenmillError
-from tokenmill.http_connection import Headers, HttpConnection
+from tokenmill.http_connection import Headers, HttpConnection, connect
 from tokenmill.vision.addresses import AllowedHosts, Target, check_address
 
 MAX_REDIRECTS = 3
@@ -69,15 +69,8 @@ async def _follow(url: str, allowed: AllowedHosts, max_bytes: int, grow: Grow) -
 
 
 async def _get(target: Target, max_bytes: int, grow: Grow) -> _Download:
-    loop = asyncio.get_running_loop()
-    address = await _resolve(target)
-    tls = _tls() if target.is_tls else None
-    _, download = await loop.create_connection(
-        lambda: _Download(max_bytes),
-        *address,
-        ssl=tls,
-        server_hostname=target.host if tls is not None else None,
-    )
+    address, tls = await _resolve(target), _tls() if target.is_tls else None
+    download = await connect(lambda: _Download(max_bytes), address, tls, target.host)
     try:
         head = f"GET {target.path} HTTP/1.1\r\nHost: {target.authority}\r\n"
         head += "Accept: image/*\r\nUser-Agent: tokenmill\r\nConnection: close\r\n\r\n"
@@ -172,7 +165,7 @@ class _Download(HttpConnection):
         if self.transport is not None:
             self.transport.abort()
 
-    def lose(self, error: Exception | None) -> None:
+    def answer_cut_off(self, error: Exception | None) -> None:
         self._end(ImageError("its server ends the connection too early"))
 
     def _end(self, error: TokenmillError | None = None) -> None:

@@ -8,6 +8,7 @@ import socket
 import ssl
 import statistics
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tokenmill.bench.client.connections import Client, route_url
 from tokenmill.bench.client.records import Record, SseError, SseScanner, Target, request_body
 from tokenmill.bench.client.summary import summarize_point, times_of, usage_fault
 from tokenmill.bench.workload import BenchError
+from tokenmill.http_connection import ConnectionPool
 
 
 def ask(server: ScriptedServer, model: str, times: int = 1, **fields: object) -> list[Record]:
@@ -237,12 +239,31 @@ def test_events_however_they_are_cut() -> None:
 
 def test_stale_means_used_before_and_unanswered() -> None:
     connection = client_module.Connection()
+    client = Client(Target("http://h:1/v1/chat/completions", "ok"))
     record = Record(0, 0, 0, error="dropped")
-    assert not Client._went_stale(record, connection)
-    connection.is_used = True
-    assert Client._went_stale(record, connection)
+    assert not client._went_stale(record, connection)
+    connection.reused_ns = 1
+    assert client._went_stale(record, connection)
     record.error = "timeout"
-    assert not Client._went_stale(record, connection)
+    assert not client._went_stale(record, connection)
+    record.error, connection.got_bytes = "dropped", True
+    assert not client._went_stale(record, connection)
+
+
+def test_a_pool_gives_the_connection_used_last() -> None:
+    async def check() -> None:
+        pool: ConnectionPool[client_module.Connection] = ConnectionPool("http://h:1", stale_s=1.0)
+        first, second, old = (client_module.Connection() for _ in range(3))
+        for connection in (old, first, second):
+            connection.is_open, connection.read_ns = True, time.monotonic_ns()
+            pool.give(connection)
+        assert pool.take() is second and not pool.went_stale(second), "it was used a moment ago"
+        first.read_ns -= 2 * 10**9
+        assert pool.take() is first and pool.went_stale(first)
+        old.read_ns -= 5 * 10**9
+        assert pool.take() is None and not old.is_open
+
+    asyncio.run(check())
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")

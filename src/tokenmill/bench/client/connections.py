@@ -1,7 +1,6 @@
 """An OpenAI client for measuring: raw connections, stamped when bytes leave and when they come.
 
-A stamp is taken once per read, before anything is parsed. Connections stay open and are used last
-in, first out.
+A stamp is taken once per read, before anything is parsed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.message import Message
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from tokenmill.bench.client.records import (
     DONE,
@@ -24,7 +25,7 @@ from tokenmill.bench.client.records import (
     error_text,
 )
 from tokenmill.bench.workload import BenchError
-from tokenmill.http_connection import Headers, HttpConnection, tls_of
+from tokenmill.http_connection import MAX_FILES, ConnectionPool, Headers, HttpConnection, tls_of
 
 CONNECT, TIMEOUT, DROPPED = "connect", "timeout", "dropped"
 MALFORMED_SSE, MALFORMED_BODY, IN_STREAM = "malformed_sse", "malformed_body", "error_in_stream"
@@ -45,6 +46,24 @@ def route_url(url: str, api: str) -> str:
     if not path.endswith("/" + ROUTES[api]):
         path = f"{path or '/v1'}/{ROUTES[api]}"
     return parts._replace(path=path, query="", fragment="").geturl()
+
+
+def call_once(
+    target: Target,
+    url: str,
+    method: str = "GET",
+    body: bytes | None = None,
+    timeout_s: float | None = None,
+    max_bytes: int | None = None,
+) -> tuple[Message, bytes]:
+    """Headers and body of an answer where speed does not matter; OSError or HTTPException."""
+    parts = urlsplit(url)
+    call = Request(url, body, {"Content-Type": "application/json"} if body else {}, method=method)
+    if target.api_key and parts.netloc == urlsplit(target.url).netloc:
+        call.add_header("Authorization", f"Bearer {target.api_key}")
+    tls = tls_of(parts, target.insecure)
+    with urlopen(call, timeout=timeout_s or target.timeout_s, context=tls) as answer:
+        return answer.headers, answer.read(max_bytes)
 
 
 @dataclass(slots=True)
@@ -160,7 +179,6 @@ class Connection(HttpConnection):
     def __init__(self) -> None:
         super().__init__()
         self.exchange: Exchange | None = None
-        self.is_used = False
 
     @property
     def peer(self) -> tuple[str, int]:
@@ -185,7 +203,7 @@ class Connection(HttpConnection):
             self.exchange.receive(b"".join(parts), self.read_ns)
 
     def finish(self, keep_alive: bool) -> None:
-        exchange, self.exchange, self.is_used = self.exchange, None, True
+        exchange, self.exchange = self.exchange, None
         if not keep_alive:
             self.close()
         if exchange is not None:
@@ -194,7 +212,7 @@ class Connection(HttpConnection):
     def fail(self, reason: str) -> None:
         self._end(MALFORMED_BODY, reason)
 
-    def lose(self, error: Exception | None) -> None:
+    def answer_cut_off(self, error: Exception | None) -> None:
         if self.exchange is not None:
             after = f"after {self.exchange.record.num_outputs} outputs"
             self._end(DROPPED, f"the connection closed {after}" + (f": {error}" if error else ""))
@@ -216,16 +234,13 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        parts = urlsplit(target.url)
-        self._host = parts.hostname or ""
-        self._tls = tls_of(parts, target.insecure)
-        self._address = (self._host, parts.port or (443 if self._tls else 80))
+        self._pool: ConnectionPool[Connection] = ConnectionPool(
+            target.url, target.insecure, max_idle=MAX_FILES
+        )
         key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
-        self._head = (
-            f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n"
-            f"Content-Type: application/json\r\nAccept: */*\r\n{key}Content-Length: "
-        ).encode()
-        self._idle: list[Connection] = []
+        head = f"POST {urlsplit(target.url).path} HTTP/1.1\r\n{key}"
+        head += "Content-Type: application/json\r\nAccept: */*\r\n"
+        self._head = head.encode() + self._pool.host_line + b"Content-Length: "
 
     async def call(
         self,
@@ -242,7 +257,7 @@ class Client:
             done = asyncio.get_running_loop().create_future()
             return Exchange(record, target.stream, target.keep_text, done, on_first, take)
 
-        connection = await self._attempt(exchange(), payload, self._take_idle())
+        connection = await self._attempt(exchange(), payload, self._pool.take())
         if connection is not None and self._went_stale(record, connection):
             record.error, record.detail, record.retried = None, "", True
             await self._attempt(exchange(), payload, None)
@@ -253,17 +268,16 @@ class Client:
         opened = await asyncio.gather(
             *(self._connect() for _ in range(count)), return_exceptions=True
         )
-        self._idle += [c for c in opened if isinstance(c, Connection)]
+        for connection in opened:
+            if isinstance(connection, Connection):
+                self._pool.give(connection)
         return [error for error in opened if isinstance(error, BaseException)]
 
     def close(self) -> None:
-        for connection in self._idle:
-            connection.close()
+        self._pool.close()
 
-    @staticmethod
-    def _went_stale(record: Record, connection: Connection) -> bool:
-        """The server closed an idle connection just when it was used again."""
-        return record.error == DROPPED and connection.is_used and not connection.got_bytes
+    def _went_stale(self, record: Record, connection: Connection) -> bool:
+        return record.error == DROPPED and self._pool.went_stale(connection)
 
     async def _attempt(
         self, exchange: Exchange, payload: bytes, connection: Connection | None
@@ -278,7 +292,7 @@ class Client:
                 return None
         await self._exchange(exchange, payload, connection)
         if connection.is_open:
-            self._idle.append(connection)
+            self._pool.give(connection)
         return connection
 
     async def _exchange(self, exchange: Exchange, payload: bytes, connection: Connection) -> None:
@@ -296,17 +310,7 @@ class Client:
         finally:
             timer.cancel()
 
-    def _take_idle(self) -> Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_open:
-                return connection
-        return None
-
     async def _connect(self) -> Connection:
-        name = self._host if self._tls else None
-        _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, *self._address, ssl=self._tls, server_hostname=name
-        )
-        self._address = connection.peer  # resolve once
+        connection = await self._pool.connect(Connection)
+        self._pool.address = connection.peer  # resolve once
         return connection

@@ -6,15 +6,14 @@ A thread of the parent process reads them, never a client process.
 from __future__ import annotations
 
 import math
-import ssl
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, cast
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
+from tokenmill.bench.client.connections import call_once
 from tokenmill.bench.client.records import Record, Target
 from tokenmill.bench.results.reports import Occurrence, PointReport, ServerReport
 
@@ -202,15 +201,8 @@ class Scraper:
         return bool(reading)
 
     def _scrape(self) -> Reading:
-        target = self.target
-        headers = {"Accept": "text/plain"}
-        if target.api_key and urlsplit(self.url).netloc == urlsplit(target.url).netloc:
-            headers["Authorization"] = f"Bearer {target.api_key}"
-        context = ssl._create_unverified_context() if target.insecure else None
-        request = Request(self.url, headers=headers)
-        with urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-            text = answer.read(MAX_BYTES).decode(errors="replace")
-        return read_exposition(text, target.model)
+        _, body = call_once(self.target, self.url, timeout_s=TIMEOUT_S, max_bytes=MAX_BYTES)
+        return read_exposition(body.decode(errors="replace"), self.target.model)
 
 
 def _counters(reading: Reading) -> Reading:

@@ -398,7 +398,7 @@ class UrlLanguage(LanguageTask):
 def _context(target: Target) -> int | None:
     """The longest context that the server names for the model, as vLLM's /models and ours do."""
     try:
-        cards = served_models(target.url, target.api_key)
+        cards = served_models(target)
         found = [c.get("max_model_len") for c in cards if c["id"] == target.model]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

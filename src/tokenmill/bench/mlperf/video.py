@@ -18,11 +18,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
-from urllib.request import Request as HttpRequest
-from urllib.request import urlopen
 
-from tokenmill.bench.client.connections import route_url
+from tokenmill.bench.client.connections import call_once, route_url
 from tokenmill.bench.client.datasets import words
 from tokenmill.bench.client.records import Target, error_text
 from tokenmill.bench.mlperf.presets import INEXACT_VIDEOS, WAN
@@ -42,7 +39,6 @@ from tokenmill.core.cost import usd_of
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
 from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.http_connection import tls_of
 from tokenmill.settings import SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -367,14 +363,9 @@ def check_server(target: Target, asked: dict[str, Any], model: str | None, quick
 
 def _call(target: Target, method: str, below: str, body: bytes | None = None) -> tuple[str, bytes]:
     """(the id of a new video, the body of the answer)."""
-    headers = {"Content-Type": "application/json"}
-    if target.api_key:
-        headers["Authorization"] = f"Bearer {target.api_key}"
-    call = HttpRequest(target.url + below, body, headers, method=method)
-    tls = tls_of(urlsplit(target.url), target.insecure)
     try:
-        with urlopen(call, timeout=target.timeout_s, context=tls) as answer:
-            return answer.headers.get("x-video-id", ""), answer.read()
+        headers, answer = call_once(target, target.url + below, method, body)
+        return headers.get("x-video-id", ""), answer
     except HTTPError as error:
         problem = f"http_{error.code}: {error_text(error.read())}"
         raise BenchError(f"{method} {target.url}{below} was refused, {problem}") from None
