@@ -101,9 +101,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tokenizers": ("text/tokenizer",),
     "jinja2": ("text/chat_template",),
     "prometheus_client": (
-        "api/telemetry/job_metrics",
-        *("api/telemetry/prometheus", "proxy/proxy_metrics", "bench/client/scrape"),
-        "api/videos/video_metrics",
+        *("api/telemetry/job_metrics", "api/telemetry/prometheus", "api/videos/video_metrics"),
+        *("proxy/proxy_metrics", "bench/client/scrape"),
     ),
     "msgspec": (
         *("api/", "workers/", "proxy/", "bench/client/records", "bench/results/"),

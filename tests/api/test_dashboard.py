@@ -20,8 +20,7 @@ from api.sim_server import GENEROUS_S, SimServer, sim_server, wait_until
 from pages import DARK, LIGHT, Opened, open_browser
 from tokenmill.api.telemetry import prometheus as metrics
 from tokenmill.api.telemetry.dashboard import FILES, HEADERS
-from tokenmill.api.telemetry.dashboard_view import DashboardView
-from tokenmill.api.telemetry.history import NUM_SAMPLES, History
+from tokenmill.api.telemetry.dashboard_view import NUM_SAMPLES, DashboardView, History
 from tokenmill.api.telemetry.prometheus import Recent
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.vision_config import VisionConfig

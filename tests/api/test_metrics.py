@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenmill.api.telemetry.log_stats import StatsLog
+from tokenmill.api.server import StatsLog
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.videos.video_metrics import VideoMetrics
 from tokenmill.bench.client.scrape import COUNTERS, SHARES, SUMMED_GAUGES, read_exposition
@@ -60,11 +60,28 @@ def test_the_table_in_the_docs_is_what_is_exported() -> None:
     lines = (Path(__file__).parents[2] / "docs/metrics.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     documented = {
-        (row[1].strip("`"), row[2], row[3]) for row in rows if len(row) == 6 and "`tok" in row[1]
+        (row[1].strip("`"), row[2], row[3])
+        for row in rows
+        if len(row) == 6 and row[1].startswith(("`tok", "`vllm:"))
     }
     both = exported(ServerMetrics("m")) | exported(RouteMetrics()) | exported(VideoMetrics("m"))
     assert documented - both == set(), "documented and not exported"
     assert both - documented == set(), "exported and not documented"
+
+
+def test_names_of_vllm_have_the_values_of_ours() -> None:
+    metrics = ServerMetrics("m")
+    metrics.output(RequestTimes(1), 2, 30)
+    stats = EngineStats(num_running=3, num_kv_blocks=4, num_kv_blocks_used=1)
+    lines = metrics.render(stats, 0, PoolView("kv", 0, 0, 0, [], [])).decode().splitlines()
+    for line in (
+        'vllm:num_requests_running{model_name="m"} 3.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
+        'vllm:generation_tokens_total{model_name="m"} 30.0',
+        'vllm:time_to_first_token_seconds_count{model_name="m"} 1.0',
+    ):
+        assert line in lines, (line, lines)
+    assert not any("vllm:" in line for line in RouteMetrics().exposition().decode().splitlines())
 
 
 def test_what_the_benchmarks_read_is_exported() -> None:

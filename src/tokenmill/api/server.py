@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,10 +25,10 @@ from tokenmill.api.keys import Keys, open_keys
 from tokenmill.api.middleware import Front
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.stream import ApiState
-from tokenmill.api.telemetry.log_stats import StatsLog
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.kv import DISK, HOST
 from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.engine_events.publisher import open_publisher
 from tokenmill.http_connection import max_open_files, raise_file_limit
@@ -43,6 +45,7 @@ TRACED_AS = "tokenmill"
 GAVE_UP = "the engine keeps stopping; see its messages above"
 POLL_S = 0.02
 SWEEP_TICKS = 5  # of uvicorn, a tenth of a second each, between two looks at all connections
+STATS_EVERY_S = 10.0
 YOUNG_OBJECTS = 10_000  # between two collections: the tokens of one step are thousands of lists
 
 _log = logging.getLogger(__name__)
@@ -188,12 +191,19 @@ async def logging_stats(
     config: ServerConfig, metrics: ServerMetrics, stats: Callable[[], EngineStats]
 ) -> AsyncIterator[None]:
     """Lines of throughput while the block runs, where they are wanted."""
-    task = asyncio.create_task(StatsLog(metrics, stats).run()) if config.log_stats else None
+    task = asyncio.create_task(_log_stats(StatsLog(metrics, stats))) if config.log_stats else None
     try:
         yield
     finally:
         if task is not None:
             task.cancel()
+
+
+async def _log_stats(log: StatsLog) -> None:
+    while True:
+        await asyncio.sleep(STATS_EVERY_S)
+        if (line := log.line()) is not None:
+            _log.info(line)
 
 
 class Signals:
@@ -314,3 +324,58 @@ def url_of(listener: socket.socket, keys: Keys) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "http" if keys.tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The counters at one moment."""
+
+    time_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    num_calls: int
+
+
+class StatsLog:
+    """Says what was done since it was last asked."""
+
+    def __init__(self, metrics: ServerMetrics, stats: Callable[[], EngineStats]) -> None:
+        self._metrics = metrics
+        self._stats = stats
+        self._last = self._read(stats())
+
+    def line(self) -> str | None:
+        """What was done since the last call; None where that is nothing."""
+        stats, before = self._stats(), self._last
+        now = self._last = self._read(stats)
+        prompt = now.num_prompt_tokens - before.num_prompt_tokens
+        output = now.num_output_tokens - before.num_output_tokens
+        is_idle = not stats.num_running and not stats.num_waiting
+        if is_idle and not prompt and not output and now.num_calls == before.num_calls:
+            return None
+        seconds = max(now.time_s - before.time_s, 1e-9)
+        parts = [
+            f"running {stats.num_running}, waiting {stats.num_waiting}",
+            f"prompt {prompt / seconds:.1f} tok/s, output {output / seconds:.1f} tok/s",
+        ]
+        if stats.num_kv_blocks:
+            parts.append(f"KV cache {stats.num_kv_blocks_used / stats.num_kv_blocks:.1%} used")
+        if tiers := stats.tiers:
+            host, disk = (tiers.get(f"{tier}_blocks", 0) for tier in (HOST, DISK))
+            parts.append(f"{host:.0f} KV blocks in host memory, {disk:.0f} on disk")
+        if (queries := now.prefix_queries - before.prefix_queries) > 0:
+            parts.append(f"prefix hits {(now.prefix_hits - before.prefix_hits) / queries:.1%}")
+        return "; ".join(parts)
+
+    def _read(self, stats: EngineStats) -> Reading:
+        metrics = self._metrics
+        return Reading(
+            time.monotonic(),
+            metrics.num_prompt_tokens,
+            metrics.num_output_tokens,
+            stats.prefix_query_tokens,
+            stats.prefix_hit_tokens,
+            sum(metrics.finished.values()),
+        )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from tokenmill.api.telemetry import figures
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 
 ALL_MODELS = "all"
@@ -27,27 +28,15 @@ class RouteMetrics(ServerMetrics):
         self.attempts: Counter[tuple[str, str]] = Counter()  # (backend, how it went)
 
     def collect(self) -> Iterator[Metric]:
-        """All families; called by prometheus_client."""
-        attempts = CounterMetricFamily(
-            "tokenmill_backend_attempts",
-            "Calls sent to a backend by the status of its answer, unreachable, unreadable or cut.",
-            labels=["worker", "result"],
-        )
-        for labels, count in sorted(self.attempts.items()):
-            attempts.add_metric(list(labels), float(count))
-        yield attempts
-        yield self._events()
-        yield from self.own_counters()
-        yield from self.latencies()
-        yield from self.workers()
+        yield from self.families(figures.BACKENDS, with_model=False)
+        own = (*figures.CALLS, *figures.ANSWERS, *figures.LATENCIES, *figures.POOL)
+        yield from self.families(own)
+        yield from self.by_worker(figures.WORKERS, self.pool.workers)
 
-    def _events(self) -> Metric:
-        batches = CounterMetricFamily(
-            "tokenmill_backend_event_batches",
-            "Batches of KV cache events: received (replayed ones too), replayed, lost.",
-            labels=["worker", "result"],
-        )
-        for worker in self._pool.workers if self._pool is not None else ():
-            for result, count in worker.event_batches.items():
-                batches.add_metric([worker.name, result], float(count))
-        return batches
+    def derived(self) -> dict[str, Any]:
+        batches = {
+            (worker.name, result): count
+            for worker in self.pool.workers
+            for result, count in worker.event_batches.items()
+        }
+        return super().derived() | {"event_batches": batches}

@@ -18,7 +18,7 @@ from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.keys import Keys, caller, overseer
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
-from tokenmill.api.telemetry.job_dashboard import JobsView, add_job_page
+from tokenmill.api.telemetry.dashboard import JobsView, add_job_page
 from tokenmill.api.telemetry.job_metrics import JobMetrics
 from tokenmill.api.worker_routes import MAX_BODY_BYTES, DrainRequest, ScaleRequest, add_guarded
 from tokenmill.core.config import ServerConfig

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
@@ -14,11 +15,11 @@ from starlette.responses import Response
 
 from tokenmill import __version__
 from tokenmill.api.errors import ApiError
-from tokenmill.api.keys import Keys, overseer
+from tokenmill.api.keys import Guard, Keys, overseer
 from tokenmill.api.protocol.answers import json_encode
 from tokenmill.api.stream import ApiState
-from tokenmill.api.telemetry.dashboard_view import DashboardView
-from tokenmill.api.telemetry.history import History
+from tokenmill.api.telemetry.dashboard_view import DashboardView, History
+from tokenmill.workers.jobs.job_pool import JobWorkerView
 
 View = Callable[[float, bool], DashboardView]  # of the uptime, with or without decisions
 WEB = Path(__file__).with_name("web")
@@ -123,3 +124,40 @@ def _view(state: ApiState, uptime_s: float, decisions: bool) -> DashboardView:
         pool=client.view(decisions),
         takes_images=state.takes_images,
     )
+
+
+class JobsView(msgspec.Struct, frozen=True):
+    """A server of jobs, as /workers and the live page show it."""
+
+    task: str
+    model: str
+    version: str
+    time_s: float  # Unix time
+    uptime_s: float
+    draining: bool
+    num_open: int  # jobs that have not ended
+    num_held: int  # of these, those that wait for a worker
+    max_open: int
+    migrations: int
+    answered: int  # jobs
+    latency_ms: dict[str, float]  # of the calls of the last minute; {} when there are none
+    rejected: dict[str, int]  # calls refused, by the code of the error
+    figures: dict[str, float]  # the sums over all workers, as they last told
+    workers: list[JobWorkerView]
+    facts: dict[str, Any]  # what the first worker told of its engine
+
+
+def add_job_page(
+    app: FastAPI,
+    keys: Keys,
+    page: str,
+    view: Callable[[Request], msgspec.Struct],
+    guard: Guard,
+) -> None:
+    """Add GET /dashboard, its files, and GET /dashboard/data, which is guarded."""
+    add_files(app, keys, page)
+
+    @app.get("/dashboard/data", dependencies=[Depends(guard)])
+    async def data(request: Request) -> Response:
+        headers = {"cache-control": "no-store"}
+        return Response(json_encode(view(request)), media_type="application/json", headers=headers)

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 
 from tokenmill import __version__
 from tokenmill.api.keys import caller
-from tokenmill.api.telemetry.job_dashboard import add_job_page
+from tokenmill.api.telemetry.dashboard import add_job_page
 from tokenmill.api.videos.video_record import VideoObject
 from tokenmill.api.videos.video_routes import VideoState
 from tokenmill.workers.jobs.job_pool import JobPool, JobWorkerView

@@ -19,7 +19,7 @@ from tokenmill.api.access import Calls
 from tokenmill.api.jobs.job_app import add_job_workers, add_model, base_app
 from tokenmill.api.jobs.job_server import OnListening, Service, serve_jobs
 from tokenmill.api.keys import Keys
-from tokenmill.api.telemetry.job_dashboard import JobsView
+from tokenmill.api.telemetry.dashboard import JobsView
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
 from tokenmill.api.videos.video_openapi import video_document
@@ -122,7 +122,7 @@ def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> Fas
     document = partial(video_document, __version__, state.model, state.keys.ring.is_needed)
 
     async def metrics() -> bytes:
-        return state.metrics.exposition(client.view(), client.num_restarts, client.num_migrations)
+        return state.metrics.render_jobs(client)
 
     app = base_app(client, state.keys, state.calls, document, metrics)
     add_videos(app, state)

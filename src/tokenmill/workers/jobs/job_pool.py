@@ -35,6 +35,10 @@ class JobWorkerView(msgspec.Struct, frozen=True):
     warnings: list[str] = []
     pid: int | None = None  # on its machine; None while it has no process
 
+    @property
+    def up(self) -> bool:
+        return self.state == "ready"
+
 
 class JobPool:
     """The workers as one engine of jobs.
