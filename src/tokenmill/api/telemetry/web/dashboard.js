@@ -163,7 +163,6 @@ function drawImages({ engine, pool }) {
     ["encoded", num(images.encoded)],
     ["patches a step", engine.num_steps ? num(Math.round(images.patches / engine.num_steps)) : "–"],
     ["found encoded", num(images.encoder_hits)],
-    ["features received", num(images.received)],
     ...refused,
   ]);
 }
