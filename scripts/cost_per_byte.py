@@ -2,10 +2,10 @@
 
     python scripts/cost_per_byte.py [--time] [ROUTE ...]
 
-A body is made for every text, list, object and free value that the calls of a language server
-declare, with 64 kB in that field, and is read as the server reads it. Counted are the lines of
-Python that run and the bytes that are held at once. `--time` adds the CPU time of 64 kB and 1 MB,
-and what it grows by beside what the body does.
+A body is made for every text, list, object and free value that the calls of language, ranking and
+video servers declare, with 64 kB in that field, and is read as the server reads it. Counted are the
+lines of Python that run and the bytes that are held at once. `--time` adds the CPU time of 64 kB
+and 1 MB, and what it grows by beside what the body does.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tokenmill.api.messages.message_request import (  # noqa: E402
     CountTokensRequest,
     MessagesRequest,
 )
+from tokenmill.api.protocol.decoding import decode_call  # noqa: E402
 from tokenmill.api.protocol.prepare import Preparer  # noqa: E402
 from tokenmill.api.protocol.requests import (  # noqa: E402
     ChatCompletionRequest,
@@ -42,10 +43,15 @@ from tokenmill.api.protocol.requests import (  # noqa: E402
     DetokenizeRequest,
     TokenizeRequest,
 )
+from tokenmill.api.ranking.rank_body import read_rank  # noqa: E402
+from tokenmill.api.ranking.rank_protocol import RankCall  # noqa: E402
 from tokenmill.api.responses.response_request import ResponsesRequest  # noqa: E402
 from tokenmill.api.telemetry.prometheus import ServerMetrics  # noqa: E402
+from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest  # noqa: E402
 from tokenmill.core.config import ServerConfig  # noqa: E402
+from tokenmill.core.specs.wan import TINY  # noqa: E402
 from tokenmill.core.types import InvalidRequestError  # noqa: E402
+from tokenmill.core.video import VideoServerConfig  # noqa: E402
 from tokenmill.workers.messages import ModelFacts  # noqa: E402
 
 SMALL, LARGE = 64_000, 1_000_000  # of a field, in bytes of JSON
@@ -83,6 +89,23 @@ ROUTES = {
     ),
     "/tokenize": Route(openai_routes.read_tokenize, TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": Route(openai_routes.read_detokenize, DetokenizeRequest, {"tokens": [1]}),
+}
+IDS = {"item_ids": [1], "category_ids": [1]}
+USER = {"user_id": 1, "history": IDS | {"actions": [1]}, "candidates": IDS}
+
+
+async def _read_rank(body: bytes, *_: Any) -> None:
+    read_rank(body, False, None, ServerConfig().max_concurrency)
+
+
+async def _read_video(body: bytes, *_: Any) -> None:
+    videos = VideoPreparer(TINY, None, VideoServerConfig())
+    videos.prepare(decode_call(body, VideoRequest))
+
+
+JOB_ROUTES = {
+    "/v1/rank": Route(_read_rank, RankCall, {"users": [USER]}),
+    "/v1/videos": Route(_read_video, VideoRequest, {"prompt": "hi"}),
 }
 
 
@@ -265,16 +288,18 @@ def _count_lines(work: Callable[[], None], most: int) -> int:
 
 def main() -> None:
     """Print a line for each field."""
-    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(ROUTES)
+    routes = ROUTES | JOB_ROUTES
+    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(routes)
     meter = Meter(max_lines=10**9)
     for name in names:
-        for path, make in bodies_of(ROUTES[name]):
+        route = routes[name]
+        for path, make in bodies_of(route):
             small, large = (encoded(make, size) for size in (SMALL, LARGE))
-            lines, held = meter.lines(ROUTES[name], small), meter.peak(ROUTES[name], small)
+            lines, held = meter.lines(route, small), meter.peak(route, small)
             line = f"{name} {path}: {lines / len(small):.3f} lines a byte, "
             line += f"{held / len(small):.1f} bytes a byte"
             if "--time" in sys.argv:
-                small_s, large_s = (meter.seconds(ROUTES[name], body) for body in (small, large))
+                small_s, large_s = (meter.seconds(route, body) for body in (small, large))
                 grown = large_s / small_s / len(large) * len(small)
                 line += f", {small_s * 1e3:.1f} and {large_s * 1e3:.1f} ms, {grown:.2f} of linear"
             print(line, flush=True)

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import cost_per_byte
+import msgspec
 import pytest
-from cost_per_byte import FACTS, ROUTES, Meter, TooManyError, bodies_of, encoded
+from cost_per_byte import FACTS, JOB_ROUTES, ROUTES, Meter, TooManyError, bodies_of, encoded
 from starlette.requests import Request
 
 from tokenmill.api.access import Calls
-from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES
+from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES, BodyProcesses
 from tokenmill.api.bodies.body_reader import BodyReader
 from tokenmill.api.errors import ApiError
+from tokenmill.api.ranking import rank_body
 from tokenmill.core.config import ServerConfig
 from tokenmill.text.tokenizer import TokenizerOrigin
 
@@ -34,11 +36,11 @@ def meter() -> Iterator[Meter]:
     yield Meter(4 * LINES * 1000)
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ROUTES | JOB_ROUTES)
 def test_every_field_costs_a_bounded_number_of_lines_and_bytes_for_each_byte(
     path: str, meter: Meter
 ) -> None:
-    wrong, route = [], ROUTES[path]
+    wrong, route = [], (ROUTES | JOB_ROUTES)[path]
     meter.read(route, encoded(lambda size: route.call, 0))  # what is made once
     fields = list(bodies_of(route))
     assert len(fields) >= 5
@@ -109,6 +111,35 @@ def test_long_bodies_cost_the_event_loop_nothing(
     here = cost_per_byte.Route(read, route.kind, route.call)
     for name, make in bodies_of(route):
         body = encoded(make, 2 * LONG_BODY_BYTES)
+        assert meter.lines(here, body) < LOOP_LINES, name
+        assert handed.pop() == len(body), name
+    assert not handed
+
+
+@pytest.mark.parametrize("in_msgpack", [True, False])
+def test_long_bodies_of_users_cost_the_event_loop_nothing(
+    in_msgpack: bool, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, handed = BodyProcesses(1), list[int]()
+
+    async def run(account: str, num_bytes: int, *work: Any) -> bytes:
+        handed.append(num_bytes)
+        raise ApiError(400, "it is read elsewhere")
+
+    monkeypatch.setattr(processes, "run", run)
+    place, route = Calls(ServerConfig()).enter("a"), JOB_ROUTES["/v1/rank"]
+
+    async def read(body: bytes, *_: Any) -> None:
+        await rank_body.read_body(processes, forever, place, body, in_msgpack, None, 9)
+
+    async def forever() -> Any:
+        await asyncio.Event().wait()
+
+    here = cost_per_byte.Route(read, route.kind, route.call)
+    for name, make in bodies_of(route):
+        call = make((8 if in_msgpack else 2) * rank_body.LONG_BODY_BYTES)  # it is shorter there
+        body = msgspec.msgpack.encode(call) if in_msgpack else json.dumps(call).encode()
+        assert len(body) > rank_body.LONG_BODY_BYTES
         assert meter.lines(here, body) < LOOP_LINES, name
         assert handed.pop() == len(body), name
     assert not handed

@@ -475,7 +475,13 @@ async def test_wrong_forms(tmp_path: Path) -> None:
             assert (answer.status, says in answer.error["message"]) == (400, True), answer.body
         large = await post(part("prompt", b"x" * 2**18) + b"--x--")
         assert (large.status, large.error["code"]) == (413, "body_too_large")
-        assert "send the fields as texts, without files" in large.error["message"]
+        assert "send fields as texts, without files" in large.error["message"]
+        spaces = json.dumps(SMALL).encode() + b" " * 2**20
+        too_long = await post(spaces, {"content-type": "application/json"})
+        assert too_long.status == 413 and "1048576 bytes" in too_long.error["message"]
+        escaped = {name: "\U0001f98a" * 32_000 for name in ("prompt", "negative_prompt")}
+        longest = await post(json.dumps(escaped).encode(), {"content-type": "application/json"})
+        assert (longest.status, longest.error["code"]) == (400, "context_length_exceeded")
         assert (await post(b"--x--", {"content-type": "multipart/form-data"})).status == 400
         prompt = "a fox\r\n--y\r\nContent-Type: multipart/mixed\r\n\r\n--"
         fields = {"prompt": prompt} | {k: str(v) for k, v in SMALL.items() if k != "prompt"}

@@ -30,13 +30,14 @@ from open_ports import descendants, elsewhere
 from pages import Opened, open_browser
 from tiny_ranking import TINY, tiny_model, tiny_request
 from tokenmill.__main__ import run
+from tokenmill.api.ranking.rank_body import LONG_BODY_BYTES
 from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model_files import load_model, save_model
 from tokenmill.ranking.request_json import read_request
 from tokenmill.ranking.stores.table_folder import TableFolder
 
 SPEC = replace(TINY, scaling_seqlen=64)
-MSGPACK = "application/msgpack"
+MSGPACK, JSON = "application/msgpack", "application/json"
 KEY = "secret"
 GENEROUS_S = 180.0
 LABELS = [[1, 0, 0, 1, 1, 0], [0, 1, 1, 0]]
@@ -224,6 +225,26 @@ def test_msgpack_and_bytes_give_the_same_scores(server: Server, content_type: st
     }
     _, answer = server.call({"users": [mixed]}, accept=MSGPACK)
     assert answer["results"][0]["scores"] == expected
+
+
+@pytest.mark.parametrize("in_msgpack", [True, False])
+def test_a_long_body_is_read_elsewhere_and_alike(server: Server, in_msgpack: bool) -> None:
+    names = ["x" * LONG_BODY_BYTES, "y", "", None]
+    users = [each | {"request_id": name} for each, name in zip(USERS, names, strict=True)]
+    encode, kind = (msgspec.msgpack.encode, MSGPACK) if in_msgpack else (msgspec.json.encode, JSON)
+    body = encode({"users": users, "top_k": 2})
+    assert len(body) > LONG_BODY_BYTES
+    status, answer = server.call(body, content_type=kind)
+    assert status == 200 and answer["usage"]["num_candidates"] == 35
+    found = answer["results"]
+    assert [each["request_id"] for each in found] == names
+    for mine, plain in zip(found, server.scores(USERS, top_k=2), strict=True):
+        assert mine["scores"] == pytest.approx(plain["scores"], rel=1e-5)
+        assert mine["item_ids"] == plain["item_ids"]
+    assert len(descendants(server.pid)) > 1 + len(server.workers()), "one is for bodies"
+    users[1] = wrong("history", "weights", None, [])["users"][1]
+    status, error = server.call(encode({"users": users}), content_type=kind)
+    assert (status, error["param"]) == (400, "users[1].history.weights")
 
 
 def wrong(part: str, name: str, at: int | None, value: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from soak.kinds import CALLS, arguments, forget
 from soak.soaked import Held, soak, soaked
 
 LONG_FORM = 10_000  # calls from which records of the latest calls are full half-way
-HISTORY_S = 310.0  # in which those of the last minutes are
+HISTORY_S = 310.0  # after which those of the last minutes are of an idle server
 MOST_BYTES = 1.0  # of memory that a call may leave in the long form: 1 kB per 1,000 calls
 MOST_FILLING = 3_000.0  # the same while bounded records are filling
 
@@ -50,10 +50,10 @@ def test_calls_leave_nothing_behind(
     with soaked(folder, arguments(kind, folder)) as server:
         looks: list[Held] = []
         for seed, share in enumerate((4, 4, 2)):  # the first look begins to count memory
-            if seed == 1 and count >= LONG_FORM:
-                time.sleep(HISTORY_S)
             soak(server, CALLS[kind], count // share, seed)
             forget(kind, server)
+            if seed and count >= LONG_FORM:
+                time.sleep(HISTORY_S)
             looks.append(server.held(looks[-1].files if looks else None))
         _, before, after = looks
         kept = growth(before, after, count // 2)

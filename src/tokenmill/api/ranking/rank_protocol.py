@@ -127,7 +127,7 @@ def _little_endian(values: array[Any]) -> array[Any]:
     return values
 
 
-def result_of(user: RankUser, index: int, found: RankScores, binary: bool) -> RankResult:
+def result_of(request_id: str | None, index: int, found: RankScores, binary: bool) -> RankResult:
     """The scores of a user as they are answered."""
     scores: Any = found.scores
     items: Any = found.item_ids
@@ -136,7 +136,7 @@ def result_of(user: RankUser, index: int, found: RankScores, binary: bool) -> Ra
         items = None if items is None else _numbers("q", items)
     return RankResult(
         index=index,
-        request_id=user.request_id,
+        request_id=request_id,
         scores=scores,
         item_ids=items,
         scaling_seqlen=found.scaling_seqlen,

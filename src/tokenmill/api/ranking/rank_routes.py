@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from tokenmill import __version__
 from tokenmill.api.access import Calls, Place, read_bytes
+from tokenmill.api.bodies.body_processes import BodyProcesses
 from tokenmill.api.call import record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.jobs.job_app import JobState, answer, create_job_app
@@ -20,18 +21,11 @@ from tokenmill.api.jobs.job_call import run_jobs
 from tokenmill.api.jobs.job_server import Service
 from tokenmill.api.keys import Keys, caller
 from tokenmill.api.openapi import job_document
-from tokenmill.api.protocol.decoding import decode_call
-from tokenmill.api.ranking.rank_protocol import (
-    RankAnswer,
-    RankCall,
-    RankUsage,
-    job_of,
-    num_candidates,
-    result_of,
-)
+from tokenmill.api.ranking.rank_body import RankBody, read_body
+from tokenmill.api.ranking.rank_protocol import RankAnswer, RankCall, RankUsage, result_of
 from tokenmill.api.sites import JSON, MSGPACK, kind_of
 from tokenmill.api.telemetry.job_metrics import JobMetrics
-from tokenmill.core.jobs.rank_job import RankScores, pack, unpack
+from tokenmill.core.jobs.rank_job import RankScores, unpack
 from tokenmill.workers.jobs.job_pool import JobPool
 
 PATH = "/v1/rank"
@@ -60,29 +54,34 @@ async def make_rank_service(model: str, keys: Keys, pool: JobPool) -> Service:
     kinds = path, "application/msgpack"
     document = partial(job_document, __version__, model, keys.ring.is_needed, *kinds)
     app = create_job_app(state, document, "ranking")
+    processes = BodyProcesses(num_fronts=1)
 
     @app.post(PATH, dependencies=[Depends(caller(keys))])
     async def rank(request: Request) -> Response:
         with state.admit(request.state.account) as place:
-            return await _rank(request, state, place)
+            return await _rank(request, state, place, processes)
 
-    return Service(app, metrics, state.calls, _failing_at_the_end(pool))
+    return Service(app, metrics, state.calls, _failing_at_the_end(pool, processes))
 
 
 @contextlib.asynccontextmanager
-async def _failing_at_the_end(pool: JobPool) -> AsyncIterator[None]:
+async def _failing_at_the_end(pool: JobPool, processes: BodyProcesses) -> AsyncIterator[None]:
     """Calls that outlast the drain are answered with an error."""
     yield
     pool.drain()
     pool.fail_open("the server is shutting down", "shutdown")
+    processes.close()
 
 
-async def _rank(request: Request, state: JobState, place: Place) -> Response:
-    began_s = time.monotonic()
+async def _rank(
+    request: Request, state: JobState, place: Place, processes: BodyProcesses
+) -> Response:
+    began_s, config = time.monotonic(), state.config
     declared = request.headers.get("content-length", "")
-    body = await read_bytes(request.receive, declared, state.config.max_body_bytes, place.body)
+    body = await read_bytes(request.receive, declared, config.max_body_bytes, place.body)
     in_msgpack = kind_of(request.headers.get("content-type", "")) in MSGPACK
-    call = decode_call(body, RankCall, msgpack=in_msgpack)
+    how = in_msgpack, config.request_timeout_s, config.max_concurrency
+    call = await read_body(processes, request.receive, place, body, *how)
     out_msgpack = _wants_msgpack(request.headers.get("accept", ""), in_msgpack)
     if call.binary and not out_msgpack:
         message = "binary: answers in JSON have no bytes; send 'Accept: application/msgpack'"
@@ -96,22 +95,19 @@ async def _rank(request: Request, state: JobState, place: Place) -> Response:
 
 
 async def _scores(
-    request: Request, state: JobState, call: RankCall, place: Place
+    request: Request, state: JobState, call: RankBody, place: Place
 ) -> list[RankScores]:
-    limits = [t for t in (call.timeout, state.config.request_timeout_s) if t is not None]
-    timeout_s = min(limits) if limits else None
-    jobs = [job_of(user, index, call, timeout_s) for index, user in enumerate(call.users)]
-    payloads = [(pack(job), float(len(job.item_ids) + len(job.candidate_ids))) for job in jobs]
-    names = [f"users[{index}]" for index in range(len(jobs))]
-    state.take(place, len(jobs))
-    outputs = await run_jobs(state.pool, payloads, request.receive, timeout_s, names)
+    state.take(place, call.num_users)
+    payloads = [(job.payload, job.cost) for job in call.jobs]
+    names = [f"users[{index}]" for index in range(len(payloads))]
+    outputs = await run_jobs(state.pool, payloads, request.receive, call.timeout_s, names)
     return [unpack(RankScores, output.payload) for output in outputs]
 
 
 def _answer(
-    request: Request, state: JobState, call: RankCall, found: list[RankScores]
+    request: Request, state: JobState, call: RankBody, found: list[RankScores]
 ) -> RankAnswer:
-    pairs = enumerate(zip(call.users, found, strict=True))
+    pairs = enumerate(zip(call.jobs, found, strict=True))
     of_batch = state.pool.facts["scaling_seqlen"] == "batch"
     record = record_of(request.scope)
     tokens = record.num_prompt_tokens = sum(each.num_tokens for each in found)
@@ -121,10 +117,10 @@ def _answer(
         created=int(time.time()),
         model=state.model,
         scaling_seqlen="batch" if of_batch else "fixed",
-        results=[result_of(user, index, each, call.binary) for index, (user, each) in pairs],
+        results=[result_of(job.request_id, i, each, call.binary) for i, (job, each) in pairs],
         usage=RankUsage(
             num_users=len(found),
-            num_candidates=sum(num_candidates(user) for user in call.users),
+            num_candidates=sum(job.num_candidates for job in call.jobs),
             num_tokens=tokens,
         ),
     )

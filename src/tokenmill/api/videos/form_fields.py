@@ -17,6 +17,7 @@ from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.sites import FORM, kind_of
 
 MAX_FORM_BYTES = 256 * 1024  # several times what the texts of a call may have
+MAX_JSON_BYTES = 2**20  # the same, each character as an escape
 MAX_PARTS = 64
 MAX_HEAD_BYTES = 4096  # of a part
 T = TypeVar("T")
@@ -24,21 +25,25 @@ T = TypeVar("T")
 
 async def read_call(request: Request, kind: type[T], limit: int, room: BodyRoom) -> T:
     """The body of a call, JSON or a form; ApiError names what is wrong with it."""
-    declared = request.headers.get("content-length", "")
     content_type = request.headers.get("content-type", "")
     if kind_of(content_type) != FORM:
-        return decode_call(await read_bytes(request.receive, declared, limit, room), kind)
-    form = await _read_form(request, declared, min(limit, MAX_FORM_BYTES), room)
+        return decode_call(await _read(request, "body", min(limit, MAX_JSON_BYTES), room), kind)
+    form = await _read(request, "form", min(limit, MAX_FORM_BYTES), room)
     fields = _typed(form_fields(content_type, form), kind)
     return decode_call(json.dumps(fields).encode(), kind)
 
 
-async def _read_form(request: Request, declared: str, limit: int, room: BodyRoom) -> bytes:
+async def _read(request: Request, what: str, limit: int, room: BodyRoom) -> bytes:
+    declared = request.headers.get("content-length", "")
     try:
         return await read_bytes(request.receive, declared, limit, room)
     except ApiError as error:
-        problem = f"the form is larger than {limit} bytes; send the fields as texts, without files"
-        raise ApiError(error.status, problem, code=error.code) from None
+        if error.status != 413:
+            raise
+        problem = (
+            f"the {what} is larger than {limit} bytes; send the fields as texts, without files"
+        )
+        raise ApiError(413, problem, code=error.code) from None
 
 
 def form_fields(content_type: str, body: bytes) -> dict[str, str]:
