@@ -95,7 +95,10 @@ class ScriptedServer:
         if not seen.body.get("stream"):
             await asyncio.sleep(FIRST_S)
             self.num_finished += 1
-            return _json(writer, 200, _whole(name))
+            whole = _whole(name)
+            if name == "prefix-cache":
+                whole["usage"] = _usage_with_hits(*self._look_up(seen.body))
+            return _json(writer, 200, whole)
         return await self._stream(seen, writer, name)
 
     async def _stream(self, seen: Seen, writer: Any, name: str) -> bool:

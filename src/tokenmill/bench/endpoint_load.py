@@ -6,7 +6,6 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.results.reports import PromptsReport
@@ -17,13 +16,14 @@ from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import Load
-    from tokenmill.bench.client.datasets import Dataset
+    from tokenmill.bench.client.datasets import Dataset, Synthetic
     from tokenmill.bench.client.records import Target
 
 Count = Callable[[str], int]
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 16, 100
 INPUT_LEN, OUTPUT_LEN = 128, 64
+PROBES = 64, 96  # words of prompts that show what a server adds to each
 SATURATION_S = 15.0  # of a point of --saturate where nothing bounds it
 UNIFORM_ROWS = 1024
 POINT_SEED = 1_000_003  # between the seeds of two points
@@ -74,7 +74,7 @@ def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
         block = settings.get("trace-block-tokens")
         return Trace(tuple(read_trace(config.trace, block, config.trace_speed)), block=block)
     if config.prompts is not None:
-        prompts = read_prompts(Path(config.prompts).expanduser(), output_len)
+        prompts = read_prompts(config.prompts, output_len)
         if config.api != "chat" and not all(isinstance(turn.said, str) for turn in prompts.turns):
             raise BenchError(f'{config.prompts}: "messages" and "images" need --api chat')
         return prompts
@@ -206,6 +206,46 @@ def first_model(target: Target) -> str:
         raise BenchError(
             f"{_models_url(target.url)} does not name a model ({error}): give --model, "
             "or check --url"
+        ) from None
+
+
+def with_template(dataset: Synthetic, target: Target) -> Synthetic:
+    """Prompts that leave room for what the server adds to each, which two calls find out."""
+    from tokenmill.bench.client.datasets import words
+
+    short, long = (
+        _counted(target, words(f"template/{secrets.token_hex()}", 0, size)) for size in PROBES
+    )
+    if long - short != PROBES[1] - PROBES[0]:
+        raise BenchError(
+            f"--exact-input-len: {PROBES[1] - PROBES[0]} more words are {long - short} more tokens "
+            "here, so no length can be met exactly: leave it out"
+        )
+    shortest = min(length for length, _ in dataset.lengths)
+    if shortest <= short - PROBES[0]:
+        raise BenchError(
+            f"--exact-input-len: a prompt of {shortest} tokens is too short: the server adds "
+            f"{short - PROBES[0]} to each; ask for more, or use --api completions"
+        )
+    return replace(dataset, template_tokens=short - PROBES[0])
+
+
+def _counted(target: Target, text: str) -> int:
+    """Tokens of the prompt by the server's usage."""
+    from urllib.request import Request, urlopen
+
+    from tokenmill.bench.client.records import request_body
+
+    headers = {"Content-Type": "application/json"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    request = Request(target.url, request_body(replace(target, stream=False), text, 1), headers)
+    try:
+        with urlopen(request, timeout=target.timeout_s) as answer:
+            return int(json.load(answer)["usage"]["prompt_tokens"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(
+            f"--exact-input-len: {target.url} does not count a prompt: {error}"
         ) from None
 
 

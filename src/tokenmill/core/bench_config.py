@@ -109,7 +109,9 @@ class EndpointConfig:
         number(1, 100, "PERCENT"),
     )
     prompts: str | None = setting(
-        None, 'JSONL file of {"prompt": ..., "images": [...]} or {"messages": ...}.'
+        None,
+        'JSONL file of {"prompt": ..., "images": [...]} or {"messages": ...}; '
+        "ShareGPT's JSON file; or hf:OWNER/NAME by the package datasets.",
     )
     trace: str | None = setting(None, "Mooncake trace: its times, lengths and shared prefixes.")
     trace_speed: float = setting(
@@ -124,6 +126,9 @@ class EndpointConfig:
     turns: int = setting(1, "Turns of a conversation; 1: single requests.", count(1))
     shared_prefix: int = setting(0, "Tokens that prompts have in common.", count(0))
     num_prefixes: int = setting(1, "Different shared prefixes.", count(1))
+    exact_input_len: bool = setting(
+        False, "Shorten prompts by the tokens that the server's chat template adds."
+    )
     same_prompts: bool = setting(
         False, "Send the same prompts at every point, and those of --prompts without a salt."
     )

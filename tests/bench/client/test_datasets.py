@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,21 +99,67 @@ def test_prompts(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": "a", "max_tokens": 4}, {"messages": messages, "output_len": 5}]
     path = write(tmp_path / "p.jsonl", rows)
-    data = read_prompts(path)
+    data = read_prompts(str(path))
     assert [data.session(i).turns[0].max_tokens for i in range(3)] == [4, 5, 4]
     assert data.session(1).turns[0].content == messages
-    assert read_prompts(path, 9).session(0).turns[0].max_tokens == 9
+    assert read_prompts(str(path), 9).session(0).turns[0].max_tokens == 9
 
 
 @pytest.mark.parametrize("row", [{}, [], "x", {"prompt": 3}, {"prompt": "a", "max_tokens": "b"}])
 def test_bad_prompts(tmp_path: Path, row: Any) -> None:
     with pytest.raises(BenchError, match=r"p.jsonl:1: expected"):
-        read_prompts(write(tmp_path / "p.jsonl", [row]))
+        read_prompts(str(write(tmp_path / "p.jsonl", [row])))
 
 
 def test_not_json_and_not_there(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{')
     with pytest.raises(BenchError, match=r"p.jsonl:2: not JSON"):
-        read_prompts(tmp_path / "p.jsonl")
+        read_prompts(str(tmp_path / "p.jsonl"))
     with pytest.raises(BenchError, match="cannot read"):
-        read_prompts(tmp_path / "gone.jsonl")
+        read_prompts(str(tmp_path / "gone.jsonl"))
+
+
+def talk(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"id": "x", "conversations": [{"from": who, "value": said} for who, said in turns]}
+
+
+TALKS = [
+    talk(("human", "How deep is it?"), ("gpt", "b" * 41), ("human", "And now?"), ("gpt", "c")),
+    talk(("gpt", "It begins with an answer."), ("human", "So?")),
+    talk(("human", "Nobody answers.")),
+    talk(),
+]
+
+
+def test_sharegpt_gives_first_questions(tmp_path: Path) -> None:
+    """A token is about four characters of the answer; --output-len wins."""
+    file = tmp_path / "ShareGPT_V3.json"
+    file.write_text(json.dumps(TALKS, indent=1))
+    assert [turn.content for turn in read_prompts(str(file)).turns] == ["How deep is it?"]
+    assert read_prompts(str(file)).turns[0].max_tokens == 10
+    assert read_prompts(str(file), 7).turns[0].max_tokens == 7
+    file.write_text(json.dumps(TALKS[1:]))
+    with pytest.raises(BenchError, match=r"V3.json: no conversation begins with a question"):
+        read_prompts(str(file))
+    file.write_text('[{"prompt": "a"}, 3]')
+    with pytest.raises(BenchError, match=r"V3.json, entry 1: expected"):
+        read_prompts(str(file))
+
+
+def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
+        asked.append((name, split))
+        if name == "me/gone":
+            raise FileNotFoundError("no such dataset")
+        return TALKS
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read_prompts("hf:me/talks").turns == read_prompts("hf:me/talks:test").turns
+    assert asked == [("me/talks", "train"), ("me/talks", "test")]
+    with pytest.raises(BenchError, match="hf:me/gone: cannot read: no such dataset"):
+        read_prompts("hf:me/gone")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BenchError, match="pip install datasets"):
+        read_prompts("hf:me/talks")

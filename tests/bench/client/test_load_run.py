@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from bench.scripted_server import FIRST_S, NUM_TOKENS, Broken, ScriptedServer
+from bench.scripted_server import (
+    FIRST_S,
+    NUM_TOKENS,
+    TEMPLATE_TOKENS,
+    Broken,
+    ScriptedServer,
+)
 from tokenmill.__main__ import run
 from tokenmill.bench.client import client_process as issue
 from tokenmill.bench.client.arrivals import Load
@@ -64,6 +70,29 @@ def test_sweep_with_files(
     assert report["settings"]["input-len"] == 128 and "concurrency" not in report["settings"]
     assert verify(tmp_path / "results")["ok"]
     assert sorted(event["session"] for event in events) == sorted([*range(6)] * 2)
+
+
+def test_prompt_tokens_as_asked_for_and_as_counted(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's template adds to each prompt; --exact-input-len leaves room for it."""
+    words = ("--url", server.url, "--model", "prefix-cache", "--concurrency", "2", "--no-audit")
+    for flags, counted, hint in (
+        ((), 64 + TEMPLATE_TOKENS, " (--exact-input-len leaves room for its chat template)"),
+        (("--exact-input-len",), 64, ""),
+    ):
+        command = ["bench", "endpoint", *words, "--num-requests", "4", "--input-len", "64", *flags]
+        assert run(command) == 0
+        *text, last = capsys.readouterr().out.splitlines()
+        (point,) = json.loads(last)["points"]
+        assert (point["num_asked_tokens"], point["num_prompt_tokens"]) == (4 * 64, 4 * counted)
+        said = f"prompt tokens: 64 asked for, {counted} by the server's count{hint}"
+        assert said in " ".join(" ".join(text).split())
+    exact = ["bench", "endpoint", *words, "--exact-input-len", "--input-len"]
+    assert run([*exact, str(TEMPLATE_TOKENS)]) == 1
+    assert f"the server adds {TEMPLATE_TOKENS} to each" in " ".join(capsys.readouterr().err.split())
+    assert run([*exact, "64", "--model", "ok"]) == 1  # it counts 7 tokens of any prompt
+    assert "32 more words are 0 more tokens here" in " ".join(capsys.readouterr().err.split())
 
 
 def test_table_and_audit(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:

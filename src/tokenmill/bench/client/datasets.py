@@ -28,6 +28,8 @@ UNIQUE_WORDS = 6  # WORDS ** 6 different beginnings
 SALT_WORDS, MAX_SALT_WORDS = 4, 12  # before a given prompt, or in the place of its first words
 CHUNK = 64  # characters of a given prompt that are compared at once
 CHARS_PER_TOKEN = 8.0  # more than any tokenizer has over a whole prompt
+ANSWER_CHARS = 4  # of a token, about, in the answers of a conversation
+HUB = "hf:"  # before the name of a dataset on the Hugging Face Hub
 _COMMON = (
     "the of and to in is that for it was on are as with his they at be this from have or by one "
     "had not but what all were when we there can an your which their said if do will each about "
@@ -138,6 +140,7 @@ class Synthetic:
     num_prefixes: int = 1
     num_images: int = 0  # of every turn
     image_size: tuple[int, int] = (0, 0)  # width and height
+    template_tokens: int = 0  # of each length, which the server adds to the prompt
 
     size: ClassVar[int | None] = None
     units_per_token: ClassVar[float] = 1.0
@@ -145,7 +148,7 @@ class Synthetic:
 
     def parts(self, index: int) -> list[Part]:
         number = index * self.num_turns
-        own: Part = (number, self.lengths[number % len(self.lengths)][0])
+        own: Part = (number, self.lengths[number % len(self.lengths)][0] - self.template_tokens)
         shared: Part = (("prefix", index % self.num_prefixes), self.prefix_len)
         return [shared, own] if self.prefix_len else [own]
 
@@ -163,7 +166,7 @@ class Synthetic:
 
     def _turn(self, number: int, key: str) -> Turn:
         input_len, output_len = self.lengths[number % len(self.lengths)]
-        text = words(f"{key}/{self.seed}", number, input_len)
+        text = words(f"{key}/{self.seed}", number, input_len - self.template_tokens)
         numbers = range(number * self.num_images, (number + 1) * self.num_images)
         images = [synthetic_image(f"{key}/{self.seed}", n, self.image_size) for n in numbers]
         return Turn(text, output_len, tuple(images))
@@ -402,13 +405,44 @@ def fresh(dataset: Dataset, seed: int) -> Dataset:
     raise TypeError(f"no fresh prompts of {type(dataset).__name__}")
 
 
-def read_prompts(path: Path, output_len: int | None = None) -> Prompts:
+def read_prompts(source: str, output_len: int | None = None) -> Prompts:
     """Lines of {"prompt": TEXT} or {"messages": [...]}, with "output_len" or "max_tokens".
 
-    A prompt may have "images": files, relative to the file, or URLs.
+    A prompt may have "images": files, relative to the file, or URLs. ShareGPT's {"conversations":
+    [...]} give their first question; those that begin with an answer are left out.
     """
-    lines = _json_lines(path)
-    return Prompts(tuple(_prompt(line, where, output_len, path.parent) for line, where in lines))
+    path = Path(source).expanduser()
+    lines = _hub_rows(source) if source.startswith(HUB) else _json_lines(path)
+    asked = [(found, where) for line, where in lines if (found := _asked(line)) is not None]
+    turns = [_prompt(line, where, output_len, path.parent) for line, where in asked]
+    if not turns:
+        raise BenchError(f"{source}: no conversation begins with a question and its answer")
+    return Prompts(tuple(turns))
+
+
+def _asked(line: Any) -> Any:
+    """The line, whose conversation has become a prompt; None where it does not begin with one."""
+    talk = line.get("conversations") if isinstance(line, dict) else None
+    if not isinstance(talk, list):
+        return line or {}
+    match talk[:2]:
+        case [{"from": "human" | "user", "value": str(asked)}, {"value": str(answer)}] if asked:
+            return {"prompt": asked, "output_len": max(1, len(answer) // ANSWER_CHARS)}
+    return None
+
+
+def _hub_rows(source: str) -> list[tuple[Any, str]]:
+    """The rows of hf:OWNER/NAME or hf:OWNER/NAME:SPLIT."""
+    name, _, split = source.removeprefix(HUB).partition(":")
+    try:
+        from datasets import load_dataset
+
+        rows = load_dataset(name, split=split or "train")
+    except ModuleNotFoundError:
+        raise BenchError(f"--prompts {source} needs a package: pip install datasets") from None
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--prompts {source}: cannot read: {error}") from None
+    return [(row, f"{source}, row {number}") for number, row in enumerate(rows)]
 
 
 def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> Turn:
@@ -416,7 +450,8 @@ def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> Turn
     content = found.get("prompt") or found.get("messages")
     limit = output_len or found.get("output_len") or found.get("max_tokens")
     if not isinstance(content, str | list) or not isinstance(limit, int | None):
-        raise BenchError(f'{where}: expected {{"prompt": TEXT}} or {{"messages": [...]}}')
+        kinds = '{"prompt": TEXT}, {"messages": [...]} or {"conversations": [...]}'
+        raise BenchError(f"{where}: expected {kinds}")
     images = given_images(found.get("images") or found.get("image"), folder, where)
     if images and not isinstance(content, str):
         raise BenchError(f'{where}: "images" go with "prompt"; put them into "messages" as parts')
@@ -424,10 +459,12 @@ def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> Turn
 
 
 def _json_lines(path: Path) -> list[tuple[Any, str]]:
-    """(value, "file:line") of every line that is not empty."""
+    """(value, "file:line") of every line that is not empty; of every entry of a .json file."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if path.suffix == ".json":
+            return [(row, f"{path}, entry {n}") for n, row in enumerate(json.loads(text))]
+    except (OSError, ValueError, TypeError) as error:
         raise BenchError(f"{path}: cannot read: {error}") from None
     rows = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from tokenmill.bench.client.datasets import Dataset
+from tokenmill.bench.client.datasets import Dataset, Synthetic
 from tokenmill.bench.client.records import Record
 from tokenmill.bench.results.reports import HitsReport, Occurrence, PointReport
 
@@ -84,6 +84,15 @@ def _template_tokens(
 
 def _text_tokens(record: Record) -> int:
     return (record.prompt_tokens or 0) - (record.image_tokens or 0)
+
+
+def asked_tokens(dataset: Dataset, records: Sequence[Record]) -> int | None:
+    """Of the prompts that were answered; None where the data are texts, not lengths."""
+    if dataset.units_per_token != 1:
+        return None
+    added = dataset.template_tokens if isinstance(dataset, Synthetic) else 0
+    answered = [r.session for r in records if r.error is None and r.prompt_tokens]
+    return sum(_length(dataset, session) + added for session in answered)
 
 
 def _length(dataset: Dataset, session: int) -> int:

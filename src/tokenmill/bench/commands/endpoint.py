@@ -19,6 +19,7 @@ from tokenmill.bench.endpoint_load import (
     make_loads,
     make_target,
     token_counter,
+    with_template,
 )
 from tokenmill.bench.endpoint_saturation import (
     check_saturation,
@@ -71,7 +72,7 @@ PANELS = {
     "Load": ENDPOINT_LOAD,
     "Data": (
         here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
-        here("input-len", "Approximate prompt tokens (128): a token is a short word."),
+        here("input-len", "Prompt tokens (128) without the chat template's: short words."),
         here("output-len", "Output tokens (64, or what the data say)."),
         *ENDPOINT_DATA,
         SETTINGS["trace-block-tokens"],
@@ -86,6 +87,8 @@ CLASHES = (
     *((one, other) for one in ("prompts", "trace") for other in ("lengths", "input-len")),
     *((one, other) for one in ("prompts", "trace") for other in ("turns", "shared-prefix")),
     *((one, other) for one in ("prompts", "trace") for other in ("images", "image-size")),
+    *(("exact-input-len", other) for other in ("prompts", "trace", "turns", "shared-prefix")),
+    ("exact-input-len", "images"),
 )
 
 
@@ -217,6 +220,7 @@ class EndpointBench:
     def __init__(
         self, settings: Settings, config: EndpointConfig, dataset: Dataset | None = None
     ) -> None:
+        from tokenmill.bench.client.datasets import Synthetic
         from tokenmill.bench.client.scrape import Scraper, metrics_url
         from tokenmill.bench.client.summary import Price, parse_slo
         from tokenmill.bench.report.result_folder import ResultFolder
@@ -231,11 +235,13 @@ class EndpointBench:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
         self.folder = ResultFolder(config.output_dir) if config.output_dir else None
         self._count = token_counter(config.tokenizer)
+        self.target = make_target(settings, config)
         dataset = dataset or make_dataset(settings, config)
+        if config.exact_input_len and isinstance(dataset, Synthetic):
+            dataset = with_template(dataset, self.target)
         self._prompts = PromptSource.of(settings, config, dataset, self._count)
         self._loads = make_loads(config, dataset, self._prompts.seed)
         self._settings["seed"] = self._prompts.seed
-        self.target = make_target(settings, config)
         self._by_rate = bool(config.rate) or "arrival" in settings
         self._scraper = None
         if config.server_metrics:
@@ -373,7 +379,7 @@ class EndpointBench:
 
     def _summarize(self, run: Run, readings: list[dict[str, float]]) -> PointReport:
         from tokenmill.bench.client.audit import audit
-        from tokenmill.bench.client.prefix_hits import hit_doubts, prefix_hits
+        from tokenmill.bench.client.prefix_hits import asked_tokens, hit_doubts, prefix_hits
         from tokenmill.bench.client.scrape import server_doubts, server_report
         from tokenmill.bench.client.summary import rounded, summarize_point
 
@@ -390,6 +396,8 @@ class EndpointBench:
             point["server"] = rounded(server_report(readings, num_during))
             point["doubts"] |= server_doubts(point["server"], point, run.records)
         dataset = self._prompts.point(len(self._runs) - 1)
+        if self._config.turns == 1 and (asked := asked_tokens(dataset, run.records)) is not None:
+            point["num_asked_tokens"] = asked
         by_server = point.get("server", {}).get("prefix_hit_rate")
         hits = prefix_hits(dataset, run.records, run.warmup, by_server)
         point["prefix_hits"] = rounded(hits)
@@ -418,6 +426,8 @@ def print_report(report: EndpointReport) -> None:
     console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
     console.out.print(prompts_line(report["prompts"]), markup=False)
     console.print_table(points_table(points))
+    if words := asked_line(points):
+        console.out.print(words)
     if len(points) == 1 and points[0]["num_completed"]:
         console.out.print()
         console.print_table(latency_table(points[0]))
@@ -433,6 +443,18 @@ def prompts_line(prompts: PromptsReport) -> str:
         return f"prompts: the same at every point (--same-prompts), {seed}"
     salt = f"; salt: {prompts['salt']}" if prompts["salt"] else ""
     return f"prompts: fresh at every point, {seed}{salt}"
+
+
+def asked_line(points: Sequence[PointReport]) -> str:
+    """Prompt tokens as asked for and as the server counts them, at the mean of all points."""
+    told = [p for p in points if p.get("num_asked_tokens") and p["num_prompt_tokens"]]
+    if not (num := sum(p["num_completed"] for p in told)):
+        return ""
+    asked, counted = (
+        sum(p[key] for p in told) / num for key in ("num_asked_tokens", "num_prompt_tokens")
+    )
+    hint = "" if asked == counted else " (--exact-input-len leaves room for its chat template)"
+    return f"prompt tokens: {asked:,.6g} asked for, {counted:,.6g} by the server's count{hint}"
 
 
 def print_points(points: Sequence[PointReport]) -> None:

@@ -122,6 +122,7 @@ class PointReport(TypedDict):
     doubts: dict[str, Occurrence]
     finish_reasons: dict[str, int]
     num_prompt_tokens: int
+    num_asked_tokens: NotRequired[int]  # of the prompts, by --input-len, --lengths or --trace
     num_image_tokens: NotRequired[int]  # of the prompts, as the server counts them
     num_output_tokens: int
     request_s: float
