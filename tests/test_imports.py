@@ -111,6 +111,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     "httptools": ("http_connection", "api/connection"),
     "uvloop": ("bench/client/client_process",),
+    "datasets": ("bench/client/datasets",),
     "zmq": (
         *("workers/link", "workers/fronts/front_link", "workers/fronts/control_socket"),
         *("proxy/event_source", "engine_events/publisher"),

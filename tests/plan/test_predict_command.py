@@ -94,6 +94,10 @@ def test_a_configuration_may_be_given(capsys: pytest.CaptureFixture[str], tmp_pa
             r"--gpus 1: fp8 on 1 x NVIDIA H100 SXM .* too large; use --gpus 8",
         ),
         (["--tp", "3"], "--tp 3 .* no such configuration"),
+        (["--model", "smollm2"], "--lengths is needed"),
+        (["--model", "smollm2", "--benchmark", "llama3.1-8b"], "--model and --benchmark do not go"),
+        (["--lengths", "uniform:1-2"], "--lengths needs --model: a benchmark has its own"),
+        (["--model", "nothing", "--lengths", "uniform:1-2"], "--model nothing: neither a config"),
     ],
 )
 def test_wrong_input_says_what_would_work(
@@ -103,6 +107,45 @@ def test_wrong_input_says_what_would_work(
     assert run(["plan", "predict", *words, *gpus]) != 0
     text = " ".join(capsys.readouterr().err.split())
     assert re.search(message, text), text
+
+
+PHI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+
+
+def test_any_config_json_by_our_own_efficiencies(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a family that the engine does not know, too; one GPU does less than two."""
+    (tmp_path / "config.json").write_text(json.dumps(PHI), encoding="utf-8")
+    words = ("predict", "--lengths", "uniform:100-1024", "--round", "tokenmill", "--precision")
+    words = (*words, "bf16", "--model", str(tmp_path), "--gpus")
+    one, two = (report_of(capsys, *words, gpus) for gpus in ("1", "2"))
+    assert one["benchmark"] == str(tmp_path) and one["efficiencies_of"] == "tokenmill"
+    assert 0 < 1.9 * one["output_tok_s"] < two["output_tok_s"]  # type: ignore[operator]
+    fast, slow = (
+        report_of(capsys, *words, "1", "--scenario", "Server", "--ttft", "1000", "--tpot", limit)
+        for limit in ("10", "40")
+    )
+    assert fast["tpot_ms"]["p99"] <= 10 < slow["tpot_ms"]["p99"] <= 40  # type: ignore[index]
+    assert fast["output_tok_s"] < slow["output_tok_s"] < one["output_tok_s"]  # type: ignore[operator]
+
+
+def test_our_own_efficiencies_predict_what_was_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Llama-3.1-8B on one H200: 8,302 tok/s (README) beside what the best submission reaches."""
+    words = ("predict", "--benchmark", "llama3.1-8b", "--gpus", "1")
+    ours, best = report_of(capsys, *words, "--round", "tokenmill"), report_of(capsys, *words)
+    assert ours["output_tok_s"] == pytest.approx(8302, rel=0.1)
+    assert best["output_tok_s"] > ours["output_tok_s"]  # type: ignore[operator]
 
 
 def test_limits_that_nothing_holds_name_those_that_something_does(

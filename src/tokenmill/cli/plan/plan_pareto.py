@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.cli.plan.plan_predict import FILES, GPU, own_file
-from tokenmill.cli.plan.plan_size import ENGINE, LENGTHS, MODEL, named_lengths, price_of
+from tokenmill.cli.plan.plan_predict import (
+    FILES,
+    GPU,
+    LENGTHS,
+    MODEL,
+    named_lengths,
+    own_file,
+)
+from tokenmill.cli.plan.plan_size import ENGINE, price_of
 from tokenmill.core.flags import TEXT, split_list
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
+from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.flags import TEXT
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
 if TYPE_CHECKING:
+    from tokenmill.plan.predict.benchmarks import Benchmark
+    from tokenmill.plan.predict.lengths import Lengths
     from tokenmill.plan.predict.prediction import Question
     from tokenmill.plan.predict.search import Choice
 
@@ -19,6 +22,15 @@ GPU = replace(
     help="GPU: h100, h200, b200, b300, gb200, gb300, mi300x, mi325x, mi355x, or one of --hardware.",
     kind=TEXT,
     default="h200",
+)
+MODEL = replace(
+    SETTINGS["model"],
+    help="A shipped shape such as deepseek-r1, a config.json, or its folder.",
+    default=None,
+)
+LENGTHS = replace(
+    SETTINGS["lengths"],
+    help="Lengths: an MLPerf benchmark, a CSV file of input_length,output_length, or uniform:1-2.",
 )
 FILES = tuple(SETTINGS[key] for key in ("hardware", "efficiencies"))
 CONFIGURATION = (
@@ -44,9 +56,15 @@ PREDICT = {
         SETTINGS["scenario"],
         replace(
             SETTINGS["round"],
-            help="Round whose rules and software hold: v5.1, v6.0 or v6.1 (efficiencies of v6.0).",
+            help="Whose software: that of the best submissions of v5.1, v6.0 or v6.1 (efficiencies "
+            "of v6.0) by the round's rules, or tokenmill.",
             kind=TEXT,
         ),
+    ),
+    "Model, in place of a benchmark": (
+        MODEL,
+        LENGTHS,
+        *(SETTINGS[key] for key in ("output-len", "ttft", "tpot")),
     ),
     "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), *FILES),
     "Configuration (searched for where not given)": CONFIGURATION,
@@ -60,7 +78,7 @@ DEFAULTS = {"gpu": "h200", "gpus": 8, "round": "v6.0", "scenario": "Offline"}
 
 
 def predict(settings: Settings) -> None:
-    """Throughput and latency of an MLPerf benchmark on GPUs that you do not have.
+    """Throughput and latency of a benchmark or model on GPUs that you do not have.
 
     The time of a step is a sum of rooflines times efficiencies that were
     fitted to published rows; limits are held by a queueing model over the
@@ -68,32 +86,66 @@ def predict(settings: Settings) -> None:
     or by the file of --config.
 
     tokenmill plan predict --benchmark gpt-oss-120b --gpu h200 --gpus 8
+    tokenmill plan predict --model ./config.json --lengths uniform:100-1024 --round tokenmill
     """
     from tokenmill.plan.fit.job_rows import with_job_error
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict import prediction
     from tokenmill.plan.predict.benchmarks import ROUNDS, find_benchmark
-    from tokenmill.plan.predict.efficiencies import find_fit
+    from tokenmill.plan.predict.efficiencies import OWN, find_fit
     from tokenmill.plan.predict.jobs import JOBS, predict_job
 
     gpu, round = (
         find_gpu(settings.get("gpu"), own_file(settings, "hardware")),
         settings.get("round"),
     )
-    if round not in ROUNDS:
-        raise SettingsError(f"--round {round}: expected one of {', '.join(ROUNDS)}")
+    if round not in (*ROUNDS, OWN):
+        raise SettingsError(f"--round {round}: expected one of {', '.join((*ROUNDS, OWN))}")
     fit = find_fit(round, own_file(settings, "efficiencies"))
     scenario, gpus = settings.get("scenario"), settings.get("gpus")
-    if settings.get("benchmark") in JOBS:
+    gpu = fit.peaks(gpu)
+    if "model" not in settings and settings.get("benchmark") in JOBS:
         name = settings.get("benchmark")
         report = predict_job(name, scenario, gpu, gpus, round, with_job_error(name, fit))
     else:
-        benchmark = find_benchmark(settings.get("benchmark"), round)
+        own = own_case(settings)
+        benchmark = own or find_benchmark(settings.get("benchmark"), round)
         question = prediction.Question(benchmark, scenario, gpu, gpus, round)
         report = prediction.predict(question, fit, choice_of(settings, question))
     if not settings.get("json"):
         _print(report)
     console.print_json(report, settings.get("json"))
+
+
+def own_case(settings: Settings) -> Benchmark | None:
+    """The model, lengths and limits that are given in place of a benchmark."""
+    from tokenmill.bench.mlperf.presets import TokenLimits
+    from tokenmill.plan.predict.benchmarks import Benchmark
+
+    given = [key for key in ("model", "lengths", "output-len", "ttft", "tpot") if key in settings]
+    if "model" in given and "benchmark" in settings:
+        raise SettingsError("--model and --benchmark do not go together: leave one out")
+    if given and "model" not in given:
+        raise SettingsError(f"--{given[0]} needs --model: a benchmark has its own")
+    if not given:
+        return None
+    name = settings.get("model")
+    limits = {"Server": TokenLimits(settings.get("ttft"), settings.get("tpot"))}
+    return Benchmark(name, name, limits, own_lengths=named_lengths(settings))
+
+
+def named_lengths(settings: Settings) -> Lengths:
+    """Those of a benchmark as runs emit them, or of a file."""
+    from tokenmill.bench.workload import make_cells
+    from tokenmill.plan.predict.benchmarks import BENCHMARKS, benchmark_lengths
+    from tokenmill.plan.predict.lengths import represent
+
+    name, output = settings.get("lengths"), settings.get("output-len")
+    if name is None:
+        raise SettingsError("--lengths is needed: a benchmark, a CSV file or uniform:LOW-HIGH")
+    if name in BENCHMARKS and output is None:
+        return benchmark_lengths(name)
+    return represent(name, make_cells(BenchConfig(lengths=name, output_len=output))[0].lengths)
 
 
 def own_file(settings: Settings, key: str) -> Path | None:

@@ -7,8 +7,17 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.cli.plan.plan_predict import CONFIGURATION, FILES, GPU, given_choice, own_file
-from tokenmill.cli.plan.plan_size import LENGTHS, MODEL, RATE, named_lengths
+from tokenmill.cli.plan.plan_predict import (
+    CONFIGURATION,
+    FILES,
+    GPU,
+    LENGTHS,
+    MODEL,
+    given_choice,
+    named_lengths,
+    own_file,
+)
+from tokenmill.cli.plan.plan_size import RATE
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.flags import TEXT
 from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError

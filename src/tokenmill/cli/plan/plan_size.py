@@ -14,12 +14,14 @@ from tokenmill.cli.plan.plan_predict import (
     CONFIGURATION,
     FILES,
     GPU,
+    LENGTHS,
+    MODEL,
     describe,
     given_choice,
+    named_lengths,
     own_file,
 )
 from tokenmill.cli.plan.size_files import bench_command, write_settings
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.flags import TEXT, number
 from tokenmill.settings import SETTINGS, Settings, SettingsError
 
@@ -29,17 +31,8 @@ if TYPE_CHECKING:
     from tokenmill.plan.predict.search import Choice, System
     from tokenmill.plan.predict.sizing import Size, Traffic
 
-MODEL = replace(
-    SETTINGS["model"],
-    help="A shipped shape such as deepseek-r1, a config.json, or its folder.",
-    default=None,
-)
 RATE = replace(
     SETTINGS["rate"], help="Requests per second.", kind=number(1e-6, 1e9, "X"), default=None
-)
-LENGTHS = replace(
-    SETTINGS["lengths"],
-    help="Lengths: an MLPerf benchmark, a CSV file of input_length,output_length, or uniform:1-2.",
 )
 ENGINE = replace(
     SETTINGS["round"],
@@ -231,20 +224,6 @@ def _load(settings: Settings) -> tuple[Lengths, float, float]:
     if rate is None:
         raise SettingsError("--rate is needed: requests per second; or --trace")
     return named_lengths(settings), rate, cached or 0.0
-
-
-def named_lengths(settings: Settings) -> Lengths:
-    """Those of a benchmark as runs emit them, or of a file."""
-    from tokenmill.bench.workload import make_cells
-    from tokenmill.plan.predict.benchmarks import BENCHMARKS, benchmark_lengths
-    from tokenmill.plan.predict.lengths import represent
-
-    name, output = settings.get("lengths"), settings.get("output-len")
-    if name is None:
-        raise SettingsError("--lengths is needed: a benchmark, a CSV file or uniform:LOW-HIGH")
-    if name in BENCHMARKS and output is None:
-        return benchmark_lengths(name)
-    return represent(name, make_cells(BenchConfig(lengths=name, output_len=output))[0].lengths)
 
 
 def _distinct(sizes: list[Size]) -> list[Size]:

@@ -23,6 +23,11 @@ class Benchmark:
     model: str
     limits: dict[str, TokenLimits]
     dropped: str = ""  # the round from which on it is no benchmark any more
+    own_lengths: Lengths | None = None  # of a model that is no benchmark
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.own_lengths or benchmark_lengths(self.name)
 
     def limit(self, scenario: str) -> TokenLimits | None:
         """None for Offline."""

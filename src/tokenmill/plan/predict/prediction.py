@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokenmill.plan.hardware import Accelerator, PlanError
-from tokenmill.plan.predict.benchmarks import DRAFTS, ROUNDS, Benchmark, benchmark_lengths
+from tokenmill.plan.predict.benchmarks import DRAFTS, ROUNDS, Benchmark
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import Fit
 from tokenmill.plan.predict.search import Choice, Plan, System, search
@@ -35,7 +35,7 @@ class Question:
 
     def choice(self) -> Choice:
         """What a submission of the round would choose among."""
-        round = ROUNDS[self.round]
+        round = ROUNDS.get(self.round, ROUNDS["v6.0"])  # ours can do what that round's can
         drafts = (self.benchmark.name, self.scenario) in round.drafts
         return Choice(
             mtp_depths=(0, DRAFTS) if drafts else (0,),
@@ -46,16 +46,15 @@ class Question:
 def answer(question: Question, efficiency: Efficiency, choice: Choice | None = None) -> Plan | None:
     """The best configuration, and what it does; None where the limits hold in none."""
     benchmark = question.benchmark
-    lengths, spec = benchmark_lengths(benchmark.name), find_model(benchmark.model)
-    system = System(spec, question.gpu, question.gpus, lengths, efficiency)
+    spec = find_model(benchmark.model)
+    system = System(spec, question.gpu, question.gpus, benchmark.lengths, efficiency)
     return search(system, choice or question.choice(), question.limit)
 
 
 def predicted_tokens_per_s(question: Question, efficiency: Efficiency) -> float:
     """Of the system; 0 where the limits hold in no configuration."""
     plan = answer(question, efficiency)
-    mean = benchmark_lengths(question.benchmark.name).mean_output
-    return plan.requests_per_s * mean if plan else 0.0
+    return plan.requests_per_s * question.benchmark.lengths.mean_output if plan else 0.0
 
 
 def predict(question: Question, fit: Fit, choice: Choice | None = None) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def predict(question: Question, fit: Fit, choice: Choice | None = None) -> dict[
             f"{question.gpu.name} holds {limit.ttft_s / MILLI:g} ms to the first token and "
             f"{limit.tpot_s / MILLI:g} ms per token of {name}; {_nearest(question, fit)}"
         )
-    tokens = plan.requests_per_s * benchmark_lengths(name).mean_output
+    tokens = plan.requests_per_s * question.benchmark.lengths.mean_output
     return {
         "plan": "predict",
         "benchmark": name,
@@ -95,9 +94,9 @@ def _nearest(question: Question, fit: Fit) -> str:
     """The least multiple of the limits that some configuration holds."""
     limit = question.limit
     assert limit is not None
-    lengths = benchmark_lengths(question.benchmark.name)
-    spec = find_model(question.benchmark.model)
-    system = System(spec, question.gpu, question.gpus, lengths, fit.efficiency)
+    benchmark = question.benchmark
+    spec = find_model(benchmark.model)
+    system = System(spec, question.gpu, question.gpus, benchmark.lengths, fit.efficiency)
     return nearest_limit(system, question.choice(), limit)
 
 
