@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.results.reports import PromptsReport
@@ -232,18 +233,14 @@ def with_template(dataset: Synthetic, target: Target) -> Synthetic:
 
 def _counted(target: Target, text: str) -> int:
     """Tokens of the prompt by the server's usage."""
-    from urllib.request import Request, urlopen
-
+    from tokenmill.bench.client.connections import call_once
     from tokenmill.bench.client.records import request_body
 
-    headers = {"Content-Type": "application/json"}
-    if target.api_key:
-        headers["Authorization"] = f"Bearer {target.api_key}"
-    request = Request(target.url, request_body(replace(target, stream=False), text, 1), headers)
+    body = request_body(replace(target, stream=False), text, 1)
     try:
-        with urlopen(request, timeout=target.timeout_s) as answer:
-            return int(json.load(answer)["usage"]["prompt_tokens"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _, answer = call_once(target, target.url, "POST", body)
+        return int(json.loads(answer)["usage"]["prompt_tokens"])
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise BenchError(
             f"--exact-input-len: {target.url} does not count a prompt: {error}"
         ) from None

@@ -235,8 +235,8 @@ class EndpointBench:
             self._price = Price(config.gpus, config.price_per_gpu_hour)
         self.folder = ResultFolder(config.output_dir) if config.output_dir else None
         self._count = token_counter(config.tokenizer)
-        self.target = make_target(settings, config)
         dataset = dataset or make_dataset(settings, config)
+        self.target = make_target(settings, config)
         if config.exact_input_len and isinstance(dataset, Synthetic):
             dataset = with_template(dataset, self.target)
         self._prompts = PromptSource.of(settings, config, dataset, self._count)
