@@ -475,7 +475,7 @@ async def test_wrong_forms(tmp_path: Path) -> None:
             assert (answer.status, says in answer.error["message"]) == (400, True), answer.body
         large = await post(part("prompt", b"x" * 2**18) + b"--x--")
         assert (large.status, large.error["code"]) == (413, "body_too_large")
-        assert "send fields as texts, without files" in large.error["message"]
+        assert "send the fields as texts, without files" in large.error["message"]
         spaces = json.dumps(SMALL).encode() + b" " * 2**20
         too_long = await post(spaces, {"content-type": "application/json"})
         assert too_long.status == 413 and "1048576 bytes" in too_long.error["message"]
