@@ -153,6 +153,26 @@ def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
     assert command.name == "serve" and command.make_context("serve", list(left)).params
 
 
+def test_the_compose_file_serves_by_the_dockerfile() -> None:
+    """On CPUs, and with the profile cuda on GPUs; nobody is served without a key."""
+    text = (RECIPES / "Dockerfile").read_text(encoding="utf-8")
+    services = yaml.safe_load((RECIPES / "compose.yml").read_text(encoding="utf-8"))["services"]
+    assert "profiles" not in services["server"] and services["cuda"]["profiles"] == ["cuda"]
+    for name, service in services.items():
+        build = service["build"]
+        assert ((RECIPES / build["context"]).resolve(), build["dockerfile"]) == (
+            *(ROOT, "recipes/Dockerfile"),
+        )
+        for argument, value in build.get("args", {}).items():
+            assert f"ARG {argument}=" in text and f"  {value}) " in text
+        (volume,) = (each.partition(":")[2] for each in service["volumes"])
+        assert f"install -d -o mill {volume} " in text
+        command, left = command_of(service["command"])
+        assert command.name == "serve" and command.make_context("serve", left[1:]).params
+        assert service["ports"] == ["127.0.0.1:8000:8000"] and "EXPOSE 8000" in text
+        assert service["environment"]["TOKENMILL_API_KEY"].startswith("${TOKENMILL_API_KEY:?"), name
+
+
 def test_the_grafana_dashboard_is_fresh_and_has_every_metric() -> None:
     text = grafana_dashboard.DASHBOARD.read_text(encoding="utf-8")
     assert text == grafana_dashboard.render(), "run python scripts/grafana_dashboard.py"
