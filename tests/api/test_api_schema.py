@@ -14,11 +14,12 @@ from schemathesis.specs.openapi import checks
 from api.sim import MAX_MODEL_LEN, MODEL
 from api.sim_server import SimServer, sim_server
 from tokenmill.api.openapi import document
+from tokenmill.api.routes import LANGUAGE
 from tokenmill.core.config import SchedulerConfig
 
 OPERATIONS = [
     (method, path)
-    for path, operations in document("0", MODEL, needs_key=False)["paths"].items()
+    for path, operations in document(LANGUAGE, "0", MODEL, needs_key=False)["paths"].items()
     for method in operations
 ]
 CHECKS = [

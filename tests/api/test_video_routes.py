@@ -508,7 +508,7 @@ async def test_the_document_has_every_route(tmp_path: Path) -> None:
     assert described == routes - {("GET", "/ping"), ("POST", "/ping")}
     fields = document["components"]["schemas"]["VideoRequest"]["properties"]
     assert fields["model"]["anyOf"][0]["enum"] == [MODEL]
-    assert document["paths"]["/v1/videos"]["post"]["security"] == [{"key": []}]
+    assert document["paths"]["/v1/videos"]["post"]["security"] == [{"key": []}, {"x-api-key": []}]
 
 
 def test_prompts_are_tokens_of_the_model_and_are_not_cut(tmp_path: Path) -> None:

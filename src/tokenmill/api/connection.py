@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -21,13 +23,13 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from tokenmill.api.call import CHUNK_WRITER, REQUEST_ID, CallRecord, new_request_id
 from tokenmill.api.errors import ApiError
-from tokenmill.api.framing import check_framing, host_of_target
 from tokenmill.core.config import ServerConfig
 from tokenmill.http_connection import ENTRY_BYTES, MAX_HEAD_BYTES
 
 MAX_PIPELINED = 256  # calls that wait for the one before them
 LINGER_S = 10.0  # for the rest of a body whose call has been answered
 ROOM_SHARE = 16  # a full server closes this part of the connections that wait, so that few search
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]{0,5})?")
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +124,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             is_ours = isinstance(error, httptools.HttpParserCallbackError)
             why = "its target is not a path" if is_ours else str(error)
-            fault = ApiError(400, f"the request is not valid HTTP: {why}", code="invalid_http")
-            self._refuse(self._fault or fault)
+            self._refuse(self._fault or _invalid(why))
             return
         self._take_body()
         self._num_useless_bytes = 0 if self._has_parsed else self._num_useless_bytes + len(data)
@@ -361,3 +362,38 @@ def check_all(all_of_them: Iterable[Any], now_s: float) -> None:
     """End every connection whose client is late."""
     for connection in list(_connections(all_of_them)):
         connection.check(now_s)
+
+
+# Heads: where a server behind another one could read one differently, it is refused.
+
+
+def check_framing(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """ApiError for a head that is not to be answered; the names are in lower case."""
+    if version not in ("1.0", "1.1"):
+        raise _invalid(f"HTTP/{version} is not spoken here; send HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise _invalid(f"it has {len(hosts)} Host headers; send one")
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise _invalid("its Host is neither a name nor an address")
+    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and version == "1.0":
+        raise _invalid("HTTP/1.0 has no Transfer-Encoding; send a Content-Length")
+    if codings not in ([], [b"chunked"]):
+        shown = b", ".join(codings)[:60].decode("latin-1")
+        message = f"Transfer-Encoding: {shown!r} is not decoded here; send 'chunked' alone"
+        raise ApiError(501, message, code="unknown_coding")
+
+
+def host_of_target(url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Have the Host be that of the target, where the target is a whole URL: it takes precedence."""
+    if url.startswith((b"/", b"*")):
+        return
+    host = urlsplit(url.decode("latin-1")).netloc.encode("latin-1")
+    if _HOST.fullmatch(host) is None:
+        raise _invalid("the host of its target is neither a name nor an address")
+    headers[:] = [pair for pair in headers if pair[0] != b"host"] + [(b"host", host)]
+
+
+def _invalid(why: str) -> ApiError:
+    return ApiError(400, f"the request is not valid HTTP: {why}", code="invalid_http")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.api.bodies.body_reader import BodyReader, ReadCall, answer_call, check_model
@@ -22,6 +22,7 @@ from tokenmill.api.messages.message_request import (
 from tokenmill.api.operations import json_response
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.prepare import Job, Preparer
+from tokenmill.api.routes import COUNT_TOKENS, MESSAGES
 from tokenmill.api.stream import ApiState
 from tokenmill.core.types import InvalidRequestError
 
@@ -30,13 +31,13 @@ T = TypeVar("T", bound=CountTokensRequest)
 
 def add_messages(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/messages and /v1/messages/count_tokens."""
-    guard = [Depends(caller(state.keys))]
+    guard = caller(state.keys)
 
-    @app.post("/v1/messages", dependencies=guard)
+    @MESSAGES.on(app, guard)
     async def create(request: Request) -> Response:
         return await answer_call(request, state, bodies, read_message)
 
-    @app.post("/v1/messages/count_tokens", dependencies=guard)
+    @COUNT_TOKENS.on(app, guard)
     async def count_tokens(request: Request) -> Response:
         with state.enter(request.state.account) as place:
             count = await bodies.read(request, place, read_count)

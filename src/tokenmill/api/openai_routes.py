@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import cache, partial
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
@@ -39,6 +39,16 @@ from tokenmill.api.protocol.requests import (
 )
 from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.responses_routes import add_responses
+from tokenmill.api.routes import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    LANGUAGE,
+    MODEL,
+    MODELS,
+    TOKENIZE,
+    TOKENIZER_INFO,
+)
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.dashboard import add_dashboard
 from tokenmill.api.telemetry.prometheus import ServerMetrics
@@ -79,7 +89,7 @@ def create_app(
         exception_handlers=exception_handlers(),
     )
     app.state.api = state
-    api_document = partial(document, __version__, model, keys.ring.is_needed)
+    api_document = partial(document, LANGUAGE, __version__, model, keys.ring.is_needed)
     app.openapi = cache(api_document)  # type: ignore[method-assign]
     bodies = app.state.bodies = BodyReader(tokenizer, state.facts, config, model, images)
     _add_generation(app, state, bodies)
@@ -105,27 +115,27 @@ def _usage_in(call: GenerationRequest) -> UsageIn:
 
 
 def _add_generation(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
-    guard = [Depends(caller(state.keys))]
+    guard = caller(state.keys)
 
-    @app.post("/v1/chat/completions", dependencies=guard)
+    @CHAT.on(app, guard)
     async def chat_completions(request: Request) -> Response:
         return await answer_call(request, state, bodies, read_chat)
 
-    @app.post("/v1/completions", dependencies=guard)
+    @COMPLETIONS.on(app, guard)
     async def completions(request: Request) -> Response:
         return await answer_call(request, state, bodies, read_completion)
 
-    @app.post("/tokenize", dependencies=guard)
+    @TOKENIZE.on(app, guard)
     async def tokenize(request: Request) -> Response:
         with state.enter(request.state.account) as place:
             return _json(await bodies.read(request, place, read_tokenize))
 
-    @app.post("/detokenize", dependencies=guard)
+    @DETOKENIZE.on(app, guard)
     async def detokenize(request: Request) -> Response:
         with state.enter(request.state.account) as place:
             return _json(await bodies.read(request, place, read_detokenize))
 
-    @app.get("/tokenizer_info", dependencies=guard)
+    @TOKENIZER_INFO.on(app, guard)
     async def tokenizer_info() -> Response:
         tokenizer = state.tokenizer
         named = tokenizer.named_tokens
@@ -207,7 +217,7 @@ async def _tokenize(call: TokenizeRequest, preparer: Preparer) -> TokenizeAnswer
 
 
 def _add_models(app: FastAPI, state: ApiState) -> None:
-    guard = [Depends(caller(state.keys))]
+    guard = caller(state.keys)
     created = int(time.time())
 
     def card() -> ModelCard:
@@ -218,11 +228,11 @@ def _add_models(app: FastAPI, state: ApiState) -> None:
             max_model_len=state.facts().max_model_len,
         )
 
-    @app.get("/v1/models", dependencies=guard)
+    @MODELS.on(app, guard)
     async def models() -> Response:
         return json_response(ModelList(data=[card()]))
 
-    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    @MODEL.on(app, guard)
     async def model(model_id: str) -> Response:
         check_model(model_id, state.model)
         return json_response(card())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
@@ -17,6 +17,7 @@ from tokenmill.api.errors import ApiError, of_invalid
 from tokenmill.api.keys import Keys, overseer
 from tokenmill.api.openapi import docs_page
 from tokenmill.api.protocol.answers import Health, Service, Version, json_encode
+from tokenmill.api.routes import DOCS, HEALTH, METRICS, PING, ROOT, VERSION
 from tokenmill.api.telemetry.prometheus import CONTENT_TYPE
 from tokenmill.core.types import InvalidRequestError
 
@@ -104,12 +105,13 @@ def add_operations(
 ) -> None:
     """Add GET /, /docs, /health, which answers the `fault` if any, /version and /metrics."""
 
-    @app.get("/")
+    @ROOT.on(app)
     async def root() -> Response:
         return json_response(service)
 
-    @app.api_route("/ping", methods=["GET", "POST"])
-    @app.get("/health")
+    @app.post("/ping")
+    @PING.on(app)
+    @HEALTH.on(app)
     async def health() -> Response:
         if calls.draining:
             raise ApiError(503, "the server is draining", code="draining")
@@ -118,16 +120,16 @@ def add_operations(
             raise error
         return json_response(Health())
 
-    @app.get("/version")
+    @VERSION.on(app)
     async def server_version() -> Response:
         return json_response(Version(version=__version__))
 
-    guard = [] if keys.config.open_metrics else [Depends(overseer(keys))]
+    guard = () if keys.config.open_metrics else (overseer(keys),)
 
-    @app.get("/metrics", dependencies=guard)
+    @METRICS.on(app, *guard)
     async def metrics_text() -> Response:
         return Response(await metrics(), media_type=CONTENT_TYPE)
 
-    @app.get("/docs")
+    @DOCS.on(app)
     async def docs() -> Response:
         return HTMLResponse(docs_page(app.openapi()))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill.api.access import handing_on
@@ -38,6 +38,14 @@ from tokenmill.api.responses.response_request import (
     ResponsesRequest,
 )
 from tokenmill.api.responses.response_store import ResponseStore, page_of
+from tokenmill.api.routes import (
+    CANCEL_RESPONSE,
+    DELETE_RESPONSE,
+    INPUT_ITEMS,
+    INPUT_TOKENS,
+    RESPONSE,
+    RESPONSES,
+)
 from tokenmill.api.stream import ApiState, GenerationResponse
 from tokenmill.core.types import InvalidRequestError
 
@@ -46,12 +54,12 @@ MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items of one answer
 
 def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     """Add /v1/responses and what lies below it."""
-    guard = [Depends(caller(state.keys))]
+    guard = caller(state.keys)
     keeper = state.client.response_keeper(state.config)
     store = ResponseStore(keeper, state.config)
     state.metrics.stored = keeper.size
 
-    @app.post("/v1/responses", dependencies=guard)
+    @RESPONSES.on(app, guard)
     async def create(request: Request) -> Response:
         account = request.state.account
         with handing_on(state.admit(account)) as place:
@@ -65,33 +73,33 @@ def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
                 place.body.release()
             return GenerationResponse(state, read.job, form, bool(read.call.stream), place, trace)
 
-    @app.post("/v1/responses/input_tokens", dependencies=guard)
+    @INPUT_TOKENS.on(app, guard)
     async def input_tokens(request: Request) -> Response:
         here = partial(_read_count, store, request.state.account)
         with state.enter(request.state.account) as place:
             count = await bodies.read(request, place, read_input_count, here)
         return json_response(InputTokens(input_tokens=count))
 
-    @app.get("/v1/responses/{response_id}", dependencies=guard)
+    @RESPONSE.on(app, guard)
     async def retrieve(request: Request, response_id: str) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
             message = "stream: a stored response cannot be streamed again; leave the field out"
             raise ApiError(400, message, "stream", "unsupported_value")
         return json_response((await store.get(response_id, request.state.account)).response)
 
-    @app.delete("/v1/responses/{response_id}", dependencies=guard)
+    @DELETE_RESPONSE.on(app, guard)
     async def delete(request: Request, response_id: str) -> Response:
         await store.delete(response_id, request.state.account)
         return json_response(DeletedResponse(id=response_id))
 
-    @app.post("/v1/responses/{response_id}/cancel", dependencies=guard)
+    @CANCEL_RESPONSE.on(app, guard)
     async def cancel(request: Request, response_id: str) -> Response:
         await store.get(response_id, request.state.account)
         message = f"response_id: {response_id!r} has ended: only a response in the background can "
         message += "be cancelled, and there are none; close the connection of a running one"
         raise ApiError(400, message, "response_id", "unsupported_value")
 
-    @app.get("/v1/responses/{response_id}/input_items", dependencies=guard)
+    @INPUT_ITEMS.on(app, guard)
     async def input_items(request: Request, response_id: str) -> Response:
         entry = await store.get(response_id, request.state.account)
         query = request.query_params

@@ -26,6 +26,7 @@ from tokenmill.api.keys import Keys, caller, wrong_key
 from tokenmill.api.openapi import document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import Service
+from tokenmill.api.routes import LANGUAGE, MODEL, MODELS
 from tokenmill.api.stream import send_error
 from tokenmill.api.telemetry.dashboard import add_page
 from tokenmill.api.telemetry.dashboard_view import DashboardView
@@ -176,18 +177,18 @@ def _add_forwarded(app: FastAPI, forwarding: Forwarding) -> None:
 def _document(state: RouteState, forwarding: Forwarding) -> dict[str, Any]:
     """Calls as `tokenmill serve` has them, and what else is passed on."""
     passed_on = ((path.replace(":path", ""), methods) for path, methods in forwarding.routes())
-    return document(__version__, None, state.keys.ring.is_needed, passed_on)
+    return document(LANGUAGE, __version__, None, state.keys.ring.is_needed, passed_on)
 
 
 def _add_models(app: FastAPI, state: RouteState) -> None:
-    guard = [Depends(caller(state.keys))]
+    guard = caller(state.keys)
 
-    @app.get("/v1/models", dependencies=guard)
+    @MODELS.on(app, guard)
     async def models(request: Request) -> Response:
         cards = await state.backends.models(_authorization(request))
         return json_response({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    @MODEL.on(app, guard)
     async def model(request: Request, model_id: str) -> Response:
         cards = await state.backends.models(_authorization(request))
         for card in cards:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
@@ -18,6 +18,7 @@ from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.keys import Keys, caller, overseer
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
 from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
+from tokenmill.api.routes import MODEL, MODELS
 from tokenmill.api.telemetry.dashboard import JobsView, add_job_page
 from tokenmill.api.telemetry.job_metrics import JobMetrics
 from tokenmill.api.worker_routes import MAX_BODY_BYTES, DrainRequest, ScaleRequest, add_guarded
@@ -136,14 +137,14 @@ def view_of(state: JobState) -> JobsView:
 
 def add_model(app: FastAPI, keys: Keys, name: str, max_model_len: int) -> None:
     """Add GET /v1/models for the only model of a server."""
-    guard = [Depends(caller(keys))]
+    guard = caller(keys)
     card = ModelCard(id=name, created=int(time.time()), root=name, max_model_len=max_model_len)
 
-    @app.get("/v1/models", dependencies=guard)
+    @MODELS.on(app, guard)
     async def models() -> Response:
         return json_response(ModelList(data=[card]))
 
-    @app.get("/v1/models/{model_id:path}", dependencies=guard)
+    @MODEL.on(app, guard)
     async def model(model_id: str) -> Response:
         if model_id != name:
             raise unknown_model(model_id, name)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from fastapi import Depends, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill import __version__
@@ -20,15 +20,21 @@ from tokenmill.api.jobs.job_app import JobState, answer, create_job_app
 from tokenmill.api.jobs.job_call import run_jobs
 from tokenmill.api.jobs.job_server import Service
 from tokenmill.api.keys import Keys, caller
-from tokenmill.api.openapi import job_document
+from tokenmill.api.openapi import document
 from tokenmill.api.ranking.rank_body import RankBody, read_body
 from tokenmill.api.ranking.rank_protocol import RankAnswer, RankCall, RankUsage, result_of
+from tokenmill.api.routes import EVERYWHERE, GENERATION_ERRORS, Route
 from tokenmill.api.sites import JSON, MSGPACK, kind_of
 from tokenmill.api.telemetry.job_metrics import JobMetrics
 from tokenmill.core.jobs.rank_job import RankScores, unpack
 from tokenmill.workers.jobs.job_pool import JobPool
 
-PATH = "/v1/rank"
+RANK = Route(
+    *("POST", "/v1/rank", "Score candidates for some users", RankAnswer, GENERATION_ERRORS),
+    body=RankCall,
+    kinds=(JSON, "application/msgpack"),
+    answers_in_kind=True,
+)
 FIGURES = {  # what workers tell, by its name
     "num_waiting": "Requests that wait for a step.",
     "num_running": "Requests in the step that runs.",
@@ -50,13 +56,12 @@ async def make_rank_service(model: str, keys: Keys, pool: JobPool) -> Service:
     metrics = JobMetrics("rank", model, FIGURES)
     length = int(pool.facts["max_seq_len"])
     state = JobState(pool, keys, model, "rank", metrics, Calls(keys.config), length)
-    path = {PATH: ("Score candidates for some users", RankCall, RankAnswer)}
-    kinds = path, "application/msgpack"
-    document = partial(job_document, __version__, model, keys.ring.is_needed, *kinds)
-    app = create_job_app(state, document, "ranking")
+    routes = (RANK, *EVERYWHERE)
+    api = partial(document, routes, __version__, model, keys.ring.is_needed)
+    app = create_job_app(state, api, "ranking")
     processes = BodyProcesses(num_fronts=1)
 
-    @app.post(PATH, dependencies=[Depends(caller(keys))])
+    @RANK.on(app, caller(keys))
     async def rank(request: Request) -> Response:
         with state.admit(request.state.account) as place:
             return await _rank(request, state, place, processes)

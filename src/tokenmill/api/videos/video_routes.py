@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +19,9 @@ from tokenmill.api.access import Calls, Place
 from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.keys import Keys, caller
 from tokenmill.api.operations import json_response
+from tokenmill.api.protocol import answers
+from tokenmill.api.routes import EVERYWHERE, JSON, OPENAPI, PAGE, PING, Route
+from tokenmill.api.sites import FORM
 from tokenmill.api.videos.form_fields import read_call
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
@@ -26,6 +29,7 @@ from tokenmill.api.videos.video_record import (
     DeletedVideo,
     VideoError,
     VideoList,
+    VideoObject,
     VideoRecord,
     new_record,
 )
@@ -36,12 +40,57 @@ from tokenmill.core.config import ServerConfig
 Call = TypeVar("Call", bound=VideoRequest)
 
 MAX_PAGE, DEFAULT_PAGE = 100, 20
-MP4 = "video/mp4"
 PICTURE_OF = "x-picture-of"  # what a picture shows: a frame, or latents
 VIDEO_ID = "x-video-id"
 # Failures that the call itself causes; all others are the server's.
 _FAILED_STATUS = {"invalid": 400, "out_of_memory": 400}
 _GONE = "was removed meanwhile, by a call or to make room (--video-storage); ask for it again"
+
+
+class VideoPath(answers.Answer, kw_only=True):
+    """Where the server has the file."""
+
+    video_id: str
+    video_path: str
+
+
+class VideoBytes(answers.Answer, kw_only=True):
+    video_id: str
+    video_bytes: str  # base64
+
+
+MP4, PNG = "video/mp4", "image/png"
+_CREATE_ERRORS = (400, 401, 404, 413, 429, 500, 503)
+_FORMS = (JSON, FORM)
+
+CREATE = Route(
+    *("POST", "/v1/videos", "Ask for a video", VideoObject, _CREATE_ERRORS),
+    body=VideoRequest,
+    kinds=_FORMS,
+)
+LIST = Route("GET", "/v1/videos", "Your videos", VideoList, (400, 401, 404), query=PAGE)
+SYNC = Route(
+    *("POST", "/v1/videos/sync", "Ask for a video and wait for it", MP4, (*_CREATE_ERRORS, 408)),
+    body=VideoRequest,
+    kinds=_FORMS,
+)
+GENERATIONS = Route(
+    *("POST", "/v1/videos/generations", "The same for MLPerf's client", (VideoPath, VideoBytes)),
+    (*_CREATE_ERRORS, 408),
+    body=GenerationRequest,
+    kinds=_FORMS,
+)
+VIDEO = Route("GET", "/v1/videos/{video_id}", "A video's state", VideoObject, (401, 404))
+DELETE = Route("DELETE", "/v1/videos/{video_id}", "Forget it", DeletedVideo, (401, 404))
+CONTENT = Route(
+    *("GET", "/v1/videos/{video_id}/content", "Its file, or a small picture", (MP4, PNG)),
+    (400, 401, 404),
+    query={"variant": {"type": "string", "enum": ["video", "thumbnail"]}},
+)
+VIDEOS = (
+    *(CREATE, LIST, SYNC, GENERATIONS, VIDEO, DELETE, CONTENT),
+    *(route for route in EVERYWHERE if route not in (PING, OPENAPI)),
+)
 
 
 @dataclass(slots=True)
@@ -91,25 +140,25 @@ class VideoState:
 
 def add_videos(app: FastAPI, state: VideoState) -> None:
     """Add /v1/videos and what lies below it."""
-    guard = [Depends(caller(state.keys))]
+    guard = caller(state.keys)
     limit, jobs = state.config.max_body_bytes, state.jobs
 
-    @app.post("/v1/videos", dependencies=guard)
+    @CREATE.on(app, guard)
     async def create(request: Request) -> Response:
         with state.enter(request) as place:
             call = await read_call(request, VideoRequest, limit, place.body)
             return json_response(jobs.shown(await state.create(request, call, False)))
 
-    @app.get("/v1/videos", dependencies=guard)
+    @LIST.on(app, guard)
     async def list_videos(request: Request) -> Response:
         return json_response(_page(state, request))
 
-    @app.post("/v1/videos/sync", dependencies=guard)
+    @SYNC.on(app, guard)
     async def sync(request: Request) -> Response:
         async with _made(state, request, VideoRequest) as (_, ended):
             return _file(state, ended)
 
-    @app.post("/v1/videos/generations", dependencies=guard)
+    @GENERATIONS.on(app, guard)
     async def generations(request: Request) -> Response:
         async with _made(state, request, GenerationRequest) as (call, ended):
             path = jobs.store.path(ended).resolve()
@@ -122,17 +171,17 @@ def add_videos(app: FastAPI, state: VideoState) -> None:
             encoded = base64.b64encode(data).decode()
             return json_response({"video_id": ended.id, "video_bytes": encoded})
 
-    @app.get("/v1/videos/{video_id}", dependencies=guard)
+    @VIDEO.on(app, guard)
     async def retrieve(request: Request) -> Response:
         return json_response(jobs.shown(state.record(request)))
 
-    @app.delete("/v1/videos/{video_id}", dependencies=guard)
+    @DELETE.on(app, guard)
     async def delete(request: Request) -> Response:
         record = state.record(request)
         await state.delete(record)
         return json_response(DeletedVideo(id=record.id))
 
-    @app.get("/v1/videos/{video_id}/content", dependencies=guard)
+    @CONTENT.on(app, guard)
     async def content(request: Request) -> Response:
         record, variant = state.record(request), request.query_params.get("variant", "video")
         if variant == "thumbnail":

@@ -19,13 +19,13 @@ from tokenmill.api.access import Calls
 from tokenmill.api.jobs.job_app import add_job_workers, add_model, base_app
 from tokenmill.api.jobs.job_server import OnListening, Service, serve_jobs
 from tokenmill.api.keys import Keys
+from tokenmill.api.openapi import document
 from tokenmill.api.telemetry.dashboard import JobsView
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
-from tokenmill.api.videos.video_openapi import video_document
 from tokenmill.api.videos.video_page import add_video_page
 from tokenmill.api.videos.video_request import VideoPreparer
-from tokenmill.api.videos.video_routes import VideoState, add_videos
+from tokenmill.api.videos.video_routes import VIDEOS, VideoState, add_videos
 from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.keys.run_folder import key_salt
@@ -119,12 +119,12 @@ def video_state(
 
 def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
     """The app over workers that were started."""
-    document = partial(video_document, __version__, state.model, state.keys.ring.is_needed)
+    api = partial(document, VIDEOS, __version__, state.model, state.keys.ring.is_needed)
 
     async def metrics() -> bytes:
         return state.metrics.render_jobs(client)
 
-    app = base_app(client, state.keys, state.calls, document, metrics)
+    app = base_app(client, state.keys, state.calls, api, metrics)
     add_videos(app, state)
     add_model(app, state.keys, state.model, TEXT_TOKENS)
     add_job_workers(app, state.keys, client, lambda: _workers_view(client, state))
