@@ -2,7 +2,7 @@
 
     PYTHONPATH=VLLM_SITE:src python scripts/qwen3_vl_peer.py
 
-Lengths, image sizes, tokens out and their order are those of `qwen3_vl_gpu.py --parts throughput`.
+Lengths, image sizes, tokens out and their order are those of `qwen3_vl_gpu.py`.
 vLLM is at its defaults but for what would answer from a cache (prefixes, processed images) and for
 videos, of which it is told that none come. Its processor turns one image of each size into patches;
 the inputs of a request are these with its own noise, name, text and place, and are made before the

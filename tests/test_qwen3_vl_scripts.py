@@ -1,4 +1,4 @@
-"""The scripts that measure Qwen3-VL: requests of a peer, its weights, and steps in simulation."""
+"""The scripts that measure Qwen3-VL: the requests of a peer, and its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from image_steps import Clock, simulate_at_once, simulate_load
 from qwen3_vl_peer import (
     SHAPE,
     SPECIAL,
@@ -112,11 +111,3 @@ def test_its_weights_are_drawn_as_ours() -> None:
     assert float(layer.o_proj.weight.std()) == pytest.approx(0.02 / 96**0.5, rel=0.05)
     assert float(model.embed_tokens.weight.std()) == pytest.approx(0.02 * 512**0.5, rel=0.05)
     assert layer.input_layernorm.weight.eq(1).all()
-
-
-def test_streams_wait_little_longer_while_images_arrive() -> None:
-    """In virtual time, so that it depends on no machine; many images at once lose nothing."""
-    clock = Clock()
-    found = simulate_load(clock, "8/512/2", seed=1, seconds=10.0)
-    assert found.ratio < 1.5
-    assert simulate_at_once(clock, 64, 0)["samples_s"] > 15

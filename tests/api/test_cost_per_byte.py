@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cost_per_byte
 import msgspec
 import pytest
-from cost_per_byte import FACTS, JOB_ROUTES, ROUTES, Meter, TooManyError, bodies_of, encoded
 from starlette.requests import Request
 
+from api import cost_per_byte
+from api.cost_per_byte import FACTS, JOB_ROUTES, ROUTES, Meter, TooManyError, bodies_of, encoded
 from tokenmill.api.access import Calls
 from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES, BodyProcesses
 from tokenmill.api.bodies.body_reader import BodyReader

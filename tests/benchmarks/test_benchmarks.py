@@ -14,7 +14,6 @@ from benchmarks.embeddings import most_keys_s
 from benchmarks.harness import ROOT, Benchmark, Report
 from benchmarks.router import Options as RouterOptions
 from benchmarks.router import OwnRouter, PlainRouter, measure_decisions, measure_index
-from benchmarks.windows import LIVE_SHARES, MODELS
 from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.models.checkpoints.random_folder import write_random_folder
@@ -29,7 +28,6 @@ SMALL = {  # the flags of a short run, and what its report has
         "tiers copy_gb_s of_copy memory_bytes cache_and_host_ceiling_keys_s",
     ),
     "eplb": ("--ranks 8", "rows"),
-    "bodies": ("--mib 0.05 --only 100,000 --step-ms 2", "quiet_ms rows"),
     "frontend": ("--num-streams 4 --stream-tokens 20 --fronts 1,2", "points num_cpus"),
     "router": (
         "--num-workers 4 --num-blocks 400 --query-blocks 20 --num-decisions 50",
@@ -39,14 +37,15 @@ SMALL = {  # the flags of a short run, and what its report has
     "start": (f"{MODEL} --starts 1", "first_token_s weights_gb_s starts read_gb_s"),
     "noisy": (f"--model MODEL --only stops --seconds 0.2 -- {SERVED}", "quiet_ms rows"),
     "tenants": (f"--model MODEL --keys 2 --tokens 48 --rounds 2 -- {SERVED}", "apart shared"),
-    "windows": ("", "sessions branches least_hit_share least_found_share"),
 }
 
 ELSEWHERE = {  # tests of those that run there, or need what is not installed here
     "front_peers": "benchmarks/test_frontend.py",
+    "itl_ratio": "benchmarks/test_online.py",
     "kv_tiers": "benchmarks/test_kv.py",
     "kv_transfer": "benchmarks/test_kv.py",
     "loads": "plan/test_loads.py",
+    "online": "benchmarks/test_online.py",
     "peers": "benchmarks/test_peers.py",
 }
 
@@ -120,28 +119,12 @@ def test_queries_leave_what_is_cached_and_both_routers_find_it() -> None:
         assert index["events_per_s"] > 0 and 0 < times["p50"] <= times["p99"]
 
 
-def test_sessions_find_their_prefixes_whatever_slides() -> None:
-    """Six sessions in turn at any occupancy, and 64 that branch from a prompt and documents."""
-    report = report_of("windows")
-    assert {row["model"] for row in report["sessions"]} == set(MODELS)
-    for row in report["sessions"]:
-        assert list(row["hit_shares"]) == [f"{live:.0%}" for live in LIVE_SHARES]
-        assert min(row["hit_shares"].values()) >= 0.98, row
-    for row in report["branches"]:
-        assert set(row["found_shares"][1:]) == {1.0}, row
-        # Two requests of 64 make a border known; each of eight documents takes two as well.
-        assert row["found_shares"][0] >= (0.75 if "document" in row["load"] else 62 / 64), row
-    assert report["least_hit_share"] >= 0.98 and report["least_found_share"] == 1.0
-
-
 def test_tokens_of_the_frontend_have_prices() -> None:
     points = report_of("frontend")["points"]
     assert [(point["fronts"], point["num_tokens"]) for point in points] == [(1, 80), (2, 160)]
     for point in points:
         assert point["offered_tok_s"] == 80_000 and point["of_first"] > 0
         assert min(point[f"us_per_{what}"] for what in ("token", "request", "send")) > 0
-    bodies = report_of("bodies")["rows"]
-    assert [row["status"] for row in bodies] == [200, 200, 200] and len(bodies) == 3
 
 
 def test_steps_and_starts_add_up(model: str) -> None:

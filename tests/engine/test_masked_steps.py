@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from masked_steps import CycleRow
 
+from cycle_grammar import CycleRow
 from draft_heads import forgetful, save_head
 from driver import Answer, assert_same, build, complete
 from random_model import EOS, PIECES, vocab

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from masked_steps import ANY, add_cycle, follows
 
+from cycle_grammar import ANY, add_cycle, follows
 from driver import Answer, assert_same, complete
 from gpu.setups import LIMITS, PLAIN, Checkpoints, EngineSetup, drafting
 from scheduler_integrity import check_scheduler

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from masked_steps import ANY, HostBytes, add_cycle, follows
 
+from cycle_grammar import ANY, HostBytes, add_cycle, follows
 from driver import Answer, complete
 from gpu.setups import prompts
 from scheduler_integrity import check_scheduler

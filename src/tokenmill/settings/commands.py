@@ -133,8 +133,8 @@ MTP = (
     Setting(
         "prompt-kind",
         "Sets of prompts: chat, everyday (shorter, of more kinds, with follow-ups), unseen "
-        "(everyday ones that share no form and no topic with the questions of train_mtp.py), or "
-        "documents that the answers repeat much of.",
+        "(everyday ones of forms and topics that the default model's module was not trained on), "
+        "or documents that the answers repeat much of.",
         some_of("chat", "everyday", "unseen", "documents"),
         default=("chat",),
     ),

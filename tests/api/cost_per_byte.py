@@ -1,6 +1,6 @@
 """Print what each field of each call costs the server, per byte that a client sends.
 
-    python scripts/cost_per_byte.py [--time] [ROUTE ...]
+    python tests/api/cost_per_byte.py [--time] [ROUTE ...]
 
 A body is made for every text, list, object and free value that the calls of language, ranking and
 video servers declare, with 64 kB in that field, and is read as the server reads it. Counted are the
@@ -22,37 +22,36 @@ from typing import Any
 
 from msgspec import inspect
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from api.sim import make_tokenizer  # noqa: E402
-from tokenmill.api import messages_routes, openai_routes, responses_routes  # noqa: E402
-from tokenmill.api.bodies.body_processes import NotElsewhereError  # noqa: E402
-from tokenmill.api.bodies.body_reader import Reader  # noqa: E402
-from tokenmill.api.errors import ApiError  # noqa: E402
-from tokenmill.api.generation import Generation  # noqa: E402
-from tokenmill.api.messages.message_request import (  # noqa: E402
+from api.sim import make_tokenizer
+from tokenmill.api import messages_routes, openai_routes, responses_routes
+from tokenmill.api.bodies.body_processes import NotElsewhereError
+from tokenmill.api.bodies.body_reader import Reader
+from tokenmill.api.errors import ApiError
+from tokenmill.api.generation import Generation
+from tokenmill.api.messages.message_request import (
     CountTokensRequest,
     MessagesRequest,
 )
-from tokenmill.api.protocol.decoding import decode_call  # noqa: E402
-from tokenmill.api.protocol.prepare import Preparer  # noqa: E402
-from tokenmill.api.protocol.requests import (  # noqa: E402
+from tokenmill.api.protocol.decoding import decode_call
+from tokenmill.api.protocol.prepare import Preparer
+from tokenmill.api.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from tokenmill.api.ranking.rank_body import read_rank  # noqa: E402
-from tokenmill.api.ranking.rank_protocol import RankCall  # noqa: E402
-from tokenmill.api.responses.response_request import ResponsesRequest  # noqa: E402
-from tokenmill.api.telemetry.prometheus import ServerMetrics  # noqa: E402
-from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest  # noqa: E402
-from tokenmill.core.config import ServerConfig  # noqa: E402
-from tokenmill.core.specs.wan import TINY  # noqa: E402
-from tokenmill.core.types import InvalidRequestError  # noqa: E402
-from tokenmill.core.video import VideoServerConfig  # noqa: E402
-from tokenmill.workers.messages import ModelFacts  # noqa: E402
+from tokenmill.api.ranking.rank_body import read_rank
+from tokenmill.api.ranking.rank_protocol import RankCall
+from tokenmill.api.responses.response_request import ResponsesRequest
+from tokenmill.api.telemetry.prometheus import ServerMetrics
+from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
+from tokenmill.core.config import ServerConfig
+from tokenmill.core.specs.wan import TINY
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.core.video import VideoServerConfig
+from tokenmill.workers.messages import ModelFacts
 
 SMALL, LARGE = 64_000, 1_000_000  # of a field, in bytes of JSON
 FACTS = ModelFacts(4_000_000, 402, 1, 16, "none")
