@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,7 @@ from tiny_tokenizers import byte_level, save_folder
 GENEROUS_S = 180  # a quiet machine needs two seconds
 FLAGS = ("--port", "0", "--dtype", "fp32", "--device", "cpu", "--num-threads", "1")
 SMALL = ("--random-weights", "--kv-cache-memory", "4MiB")
+SOON_S = 30  # a quiet machine needs one
 NUM_PROCESSES = 1 + 2 + 2 + 1  # the owner, two fronts, two ranks, and the one of grammars
 
 
@@ -31,8 +34,7 @@ class Killable:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._mark = f"TOKENMILL_TEST_MARK={uuid4().hex}"
-        self.temporary = folder.with_name("t")  # the path of a socket has 107 bytes at most
-        self.temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="t"))  # a socket's path has 107 bytes at most
         name, _, value = self._mark.partition("=")
         env = os.environ | {name: value, "TMPDIR": str(self.temporary)}
         command = [sys.executable, "-P", "-m", "tokenmill", "serve", str(folder), *FLAGS, *flags]
@@ -72,6 +74,7 @@ def killable(folder: Path, *flags: str) -> Iterator[Killable]:
         server.process.wait()
         assert server.process.stderr is not None
         server.process.stderr.close()
+        shutil.rmtree(server.temporary, ignore_errors=True)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -103,3 +106,15 @@ def test_fronts_workers_and_ranks_end_with_their_owner(folder: Path) -> None:
 def test_a_worker_ends_with_its_owner_while_it_starts(folder: Path) -> None:
     with killable(folder) as server:
         until(lambda: len(server.pids()) == 2 and any(server.temporary.iterdir()))
+
+
+def test_ray_ends_with_its_owner(folder: Path) -> None:
+    """Not when its agents miss their server: that takes a minute."""
+    with killable(folder, "--placement", "ray") as server:
+        server.url()
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.pids()]
+        assert any(b"raylet" in command for command in commands)
+        assert list(server.temporary.glob("tokenmill-ray-*"))
+        assert elsewhere(server.pids()) == set()
+        killed_s = time.monotonic()
+    assert time.monotonic() - killed_s < SOON_S
