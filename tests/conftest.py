@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Run folders of servers are of this run alone.
     Hypothesis draws the same examples in every run, and a slow machine is no failure.
     No garbage is looked for among the modules of the tests, neither now nor later.
+    A ZeroMQ context that a failed test leaves is not waited for: its sockets may never be closed.
     """
     gc.disable()
     if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
@@ -36,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
             "same", derandomize=True, deadline=None, suppress_health_check=checks
         )
         settings.load_profile("same")
+    with suppress(ModuleNotFoundError):
+        import zmq
+
+        zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["XDG_RUNTIME_DIR"] = runtime = tempfile.mkdtemp(prefix="tokenmill-")
     config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))

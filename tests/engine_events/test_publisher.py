@@ -145,18 +145,17 @@ def test_what_is_published_feeds_a_routers_index() -> None:
 def subscribed() -> Iterator[tuple[CachePublisher, Any, Any]]:
     """A publisher, and the sockets of vLLM's example of a subscriber."""
     events, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
-    context = zmq.Context()
-    sub, req = context.socket(zmq.SUB), context.socket(zmq.REQ)
-    with contextlib.closing(CachePublisher(events, replay)) as publisher:
-        sub.connect(events)
-        sub.subscribe(b"")
-        req.connect(replay)
+    with contextlib.closing(CachePublisher(events, replay)) as publisher, zmq.Context() as context:
+        sub, req = context.socket(zmq.SUB), context.socket(zmq.REQ)
         for each in (sub, req):
-            each.rcvtimeo = 10_000
+            each.rcvtimeo, each.linger = 60_000, 0
         monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        assert monitor.poll(10_000)
+        sub.subscribe(b"")
+        sub.connect(events)
+        req.connect(replay)
+        assert monitor.poll(60_000)
+        sub.disable_monitor()
         yield publisher, sub, req
-    context.destroy(0)
 
 
 def test_batches_are_numbered_and_sent_again() -> None:
