@@ -245,6 +245,17 @@ def test_points_are_matched_by_load() -> None:
         compared(one, sweep(("concurrency", 16), ("concurrency", 32)))
 
 
+def test_lengths_that_were_asked_for_are_settings_of_a_run(tmp_path: Path) -> None:
+    rounds = []
+    for length, seed in ((64, 1), (128, 2)):
+        folder = write_result(tmp_path / str(length), 1, 100)
+        file = folder / "summary.json"
+        settings = {"input-len": length, "seed": seed}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": settings}))
+        rounds.append(read_round(folder))
+    assert compared(*rounds)["changed"] == {"input-len": [64, 128]}
+
+
 @pytest.mark.parametrize("difference", ["load", "input_tokens", "output_tokens"])
 def test_runs_that_cannot_be_compared_have_no_verdict(difference: str, tmp_path: Path) -> None:
     one, two = (

@@ -159,8 +159,8 @@ def audit_line(points: Sequence[PointReport]) -> str:
     lag = max((a["lag_ms"].get("p99", 0.0) for a in audits), default=0.0)
     cpu, stall = max(a["cpu_share"] for a in audits), max(a["max_stall_ms"] for a in audits)
     line = (
-        f"client: {audits[-1]['num_processes']} process(es), {cpu:.0%} of a core at most, sent "
-        f"{lag:.2f} ms late (p99), longest stall {stall:.0f} ms"
+        f"client: {audits[-1]['num_processes']} process(es), {cpu:.0%} of a core at most; 99 % of "
+        f"requests left within {lag:.2f} ms of their time; longest stall {stall:.0f} ms"
     )
     alone = audits[-1]["floor"]
     if alone is None:

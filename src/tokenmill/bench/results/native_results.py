@@ -35,7 +35,7 @@ LATENCIES: tuple[LatencyName, ...] = (
     "itl_ms",
     "e2e_ms",
 )
-NOT_CONFIG = {"output_dir", "gpus", "price_per_gpu_hour", "audit"}
+NOT_CONFIG = {"output_dir", "gpus", "price_per_gpu_hour", "audit", "seed"}
 MLPERF_CONFIG = (
     *("mlperf_benchmark", "scenario", "test_mode", "target_qps", "peak_qps", "model", "dtype"),
     *("kv_dtype", "device", "accelerator", "num_samples", "synthetic", "quick", "length_scale"),
@@ -57,13 +57,14 @@ def read_endpoint(data: EndpointReport, path: Path) -> Round:
     if path.name == "summary.json" and events.is_file():
         notices += _add_events(events, data, points)
     facts = {key: data[key] for key in ("url", "model", "api", "stream") if key in data}
-    kept = {key: value for key, value in config.items() if key not in NOT_CONFIG}
+    given = config | (data.get("settings") or {})
+    kept = {key: value for key, value in given.items() if key not in NOT_CONFIG}
     price: Json = next((p["price"] for p in data["points"] if "price" in p), {})
     return Round(
         str(path),
         OWN,
         points,
-        flat(facts | kept),
+        flat(kept | facts),
         config.get("gpus") or price.get("gpus"),
         config.get("price_per_gpu_hour") or price.get("usd_per_gpu_hour"),
         notices,

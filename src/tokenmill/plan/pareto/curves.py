@@ -93,7 +93,7 @@ class Curve:
         return f"{self.gpus} x {self.gpu.key} {self.precision}"
 
     def usd_per_million(self, per_gpu: float) -> float:
-        """Of output tokens, which bear the whole cost."""
+        """Of output tokens, the whole cost divided by their number."""
         return self.price / HOUR_S / per_gpu * MILLION
 
 

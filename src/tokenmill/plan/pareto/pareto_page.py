@@ -101,7 +101,7 @@ def _price_words(result: Result) -> str:
         + (f" ({curve.gpu.price_note})" if curve.price == curve.gpu.price_per_hour else "")
         for curve in result.curves
     }
-    return "Prices: " + "; ".join(prices.values()) + ". Output tokens bear the whole cost."
+    return "Prices: " + "; ".join(prices.values()) + ". The whole cost is that of output tokens."
 
 
 def _throughput(result: Result) -> Chart:
