@@ -1,7 +1,13 @@
-"""CUDA graphs without a GPU: operations of torch, done again over the same tensors."""
+"""CUDA graphs without a GPU: operations of torch, done again over the same tensors.
+
+As a program it is a rank whose engine captures such graphs: `emulated_graphs.py ADDRESS`.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -9,9 +15,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenmill.engine.graphs import piecewise_graphs
+from tokenmill.engine import build
+from tokenmill.engine.graphs import (
+    decode_graphs,
+    draft_graphs,
+    pieces,
+    piecewise_graphs,
+    prompt_graphs,
+)
+from tokenmill.engine.ranks import rank_process
+from tokenmill.parallel import Ranks
 
 POOL = "pool"
+UNOWNED = decode_graphs, draft_graphs, pieces, piecewise_graphs
 
 
 class Operations(TorchDispatchMode):
@@ -71,6 +87,56 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "CUDAGraph", Graph),
         (torch.cuda, "graph", Capture),
         (torch.cuda, "synchronize", lambda: None),
-        (piecewise_graphs, "unowned", same),
+        *((place, "unowned", same) for place in UNOWNED),
     ):
         monkeypatch.setattr(place, name, value)
+
+
+class Again:
+    """In place of whole graphs: computes a step anew, since attention reads its shape on the host.
+
+    What it makes is written where the first run has put it.
+    """
+
+    num_replayed = 0
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        self._forward, self.made = forward, forward()
+
+    def replay(self) -> None:
+        Again.num_replayed += 1
+        with torch.inference_mode():
+            new = self._forward()
+        pairs = [(self.made, new)]
+        if is_dataclass(new):
+            names = [field.name for field in fields(new)]
+            pairs = [(getattr(self.made, name), getattr(new, name)) for name in names]
+        for old, made in pairs:
+            if isinstance(made, torch.Tensor):
+                old.copy_(made)
+
+
+def again(pool: str, ranks: Ranks, forward: Callable[[], Any]) -> tuple[Any, Any]:
+    """In place of try_and_record(): ranks meet in the first run, too."""
+    assert pool == POOL
+    graph = Again(forward)
+    return graph, graph.made
+
+
+def emulate_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are built from now on capture all kinds of graphs."""
+    emulate(monkeypatch)
+    for place in (decode_graphs, draft_graphs, prompt_graphs):
+        monkeypatch.setattr(place, "try_and_record", again)
+    for name, value in (
+        ("graph_pool_handle", lambda: POOL),
+        ("empty_cache", lambda: None),
+        ("mem_get_info", lambda: (2**40, 2**40)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(build, "_captures", lambda setup: True)
+
+
+if __name__ == "__main__":
+    emulate_start(pytest.MonkeyPatch())
+    rank_process.main(sys.argv[1])

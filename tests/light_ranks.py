@@ -33,12 +33,12 @@ class LightChild:
         return self._process.exitcode
 
 
-def start_light_ranks(patch: pytest.MonkeyPatch) -> None:
-    """From now on the other ranks of a group are light processes."""
+def start_light_ranks(patch: pytest.MonkeyPatch, program: str | None = None) -> None:
+    """From now on the other ranks of a group are light processes, of this program if given."""
     context = light_processes()
 
     def start(group: RankGroup, address: str, key: bytes) -> None:
-        given = (group._program, [address], {KEY_VARIABLE: key.hex()})
+        given = (program or group._program, [address], {KEY_VARIABLE: key.hex()})
         for _ in range(group.size - 1):
             child: Any = LightChild(context.Process(target=run_program, args=given))
             group._children.append(child)

@@ -107,7 +107,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "msgspec": (
         *("api/", "workers/", "proxy/", "bench/client/records", "bench/results/"),
         *("bench/mlperf/loadgen_tests", "bench/report/", "demo"),
-        *("engine_events/wire", "engine/ranks/rank_messages"),
+        *("engine_events/wire", "engine/ranks/"),
     ),
     "httptools": ("http_connection", "api/connection"),
     "uvloop": ("bench/client/client_process",),

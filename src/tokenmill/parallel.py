@@ -19,6 +19,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tokenmill.core.types import RanksLostError
+
+RANK_GONE = "a rank is gone: it closed its connection"
 TIMEOUT_S = 300.0  # of one collective: a rank that does not come is taken for dead
 Backend = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
@@ -41,7 +44,7 @@ class Exchange:
         return self.rows if self.device is None else self.rows.to(self.device)
 
 
-Together = Callable[[torch.Tensor], object]  # what ranks do together to x, in place
+Together = Callable[..., object]  # what ranks do together to tensors, the last one in place
 
 
 class Apart:
@@ -50,7 +53,7 @@ class Apart:
     __slots__ = ("between",)
 
     def __init__(self) -> None:
-        self.between: Callable[[Together, torch.Tensor], object] | None = None
+        self.between: Together | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +65,17 @@ class Ranks:
     staged: bool = False  # tensors of a GPU travel by way of host memory
     apart: Apart = field(default_factory=Apart, compare=False)
 
-    def together(self, do: Together, x: torch.Tensor) -> torch.Tensor:
-        """Have all ranks do something to x in place; no CUDA graph may have it inside."""
+    def together(self, do: Together, *tensors: torch.Tensor) -> torch.Tensor:
+        """Have all ranks do something to the last tensor; no CUDA graph may have it inside."""
         if self.apart.between is None:
-            do(x)
+            do(*tensors)
         else:
-            self.apart.between(do, x)
-        return x
+            self.apart.between(do, *tensors)
+        return tensors[-1]
 
     @contextmanager
-    def in_pieces(self, between: Callable[[Together, torch.Tensor], object]) -> Iterator[None]:
-        """Within it `between` takes what is to be done together."""
+    def in_pieces(self, between: Together) -> Iterator[None]:
+        """Within it `between` takes what is to be done together, and its tensors."""
         self.apart.between = between
         try:
             yield
@@ -118,11 +121,18 @@ class Ranks:
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, in place."""
-        if self.size > 1:
-            sent = self._sent(x)
-            dist.broadcast(sent, 0)
-            self._arrive(x, sent)
-        return x
+        return x if self.size == 1 else self.together(self._broadcast, x)
+
+    def _broadcast(self, x: torch.Tensor) -> None:
+        sent = self._sent(x)
+        dist.broadcast(sent, 0)
+        self._arrive(x, sent)
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether the flag is set on any rank; `device` is where their tensors are."""
+        if self.size == 1:
+            return flag
+        return bool(self.gather(torch.tensor([flag], dtype=torch.int32, device=device)).any())
 
     def exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> Exchange:
         """Start to send the first sends[0] rows to rank 0, the next sends[1] to rank 1, ..."""
@@ -144,14 +154,18 @@ class Ranks:
         """On rank 0 [rows, width] from the columns that each rank has; elsewhere its own ones."""
         if self.size == 1:
             return part
-        rows, shares = part.shape[0], self.shares(width)
+        whole = part if self.rank else part.new_empty(part.shape[0], width)
+        return self.together(self._put_side_by_side, part.contiguous(), whole)
+
+    def _put_side_by_side(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        rows, shares = whole.shape[0], self.shares(whole.shape[1])
         sends = [part.numel()] + [0] * (self.size - 1)
         receives = [0 if self.rank else rows * share for share in shares]
         flat = self.exchange(part.reshape(-1), sends, receives).wait()
-        if self.rank:
-            return part
-        parts = zip(flat.split(receives), shares, strict=True)
-        return torch.cat([piece.view(rows, share) for piece, share in parts], dim=1)
+        if not self.rank:
+            parts = zip(flat.split(receives), shares, strict=True)
+            columns = [piece.view(rows, share) for piece, share in parts]
+            torch.cat(columns, dim=1, out=whole)
 
     def move(
         self,
@@ -196,12 +210,31 @@ class Layout:
         return self.ranks if self.split_heads else ONE
 
     @property
+    def token_ranks(self) -> Ranks:
+        """Those that compute the same tokens, which rank 0 samples."""
+        return ONE if self.own_tokens else self.ranks
+
+    @property
     def samples(self) -> bool:
         """True where this rank turns hidden states into tokens."""
         return self.own_tokens or self.ranks.rank == 0
 
 
 ALONE = Layout()
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Turn an error in what several ranks do together into RanksLostError: the others wait."""
+    try:
+        yield
+    except RanksLostError:
+        raise
+    except Exception as error:
+        if "by peer" in str(error):  # gloo's "Connection closed by peer", or reset
+            raise RanksLostError(RANK_GONE) from error
+        message = f"a step of several ranks failed: {type(error).__name__}: {error}"
+        raise RanksLostError(message) from error
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ def test_pieces_replayed_give_what_the_step_gives(
     graphs = captured(pieced)
     num_layers = pieced.runner.model.spec.num_layers
     for size in SIZES:
-        pieces = graphs._pieces[size]
+        pieces, _ = graphs._pieces[size]
         assert len(pieces.graphs) == num_layers + 1 and len(pieces.cuts) == num_layers
     assert_same(ask(pieced, most=2), ask(plain, most=2))
     assert graphs.num_replayed > 2

@@ -1,4 +1,4 @@
-"""Two ranks whose first replays its steps in pieces: the answers of steps without graphs."""
+"""Two ranks that replay their steps by graphs: the answers of one rank without graphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from draft_heads import forgetful, save_head
 from driver import assert_same, complete
-from emulated_graphs import POOL, emulate
+from emulated_graphs import Again, emulate_start
 from light_ranks import start_light_ranks
 from tiny_models import make_model, save, tame
 from tokenmill.core.config import (
@@ -20,17 +20,16 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup, set_mode
-from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
-from tokenmill.engine.ranks.rank_graphs import rank_graphs
-from tokenmill.engine.ranks.rank_models import OwnModel, SharedModel
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+BEST = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2)
+DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=7, top_k=8, ignore_eos=True, logprobs=1)
+SCORED = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, frequency_penalty=0.5)
 PROMPTS = [[(7 * place + length) % 64 for place in range(length)] for length in (3, 12, 21, 33)]
-# A sum for the embedding and two for each layer, or the experts of each; and each attention.
-CUTS = {"tp": lambda layers: 1 + 3 * layers, "ep": lambda layers: 2 * layers}
 
 
 @pytest.fixture(autouse=True)
@@ -39,54 +38,70 @@ def default_mode() -> object:
     set_mode(ExecutionConfig())
 
 
-def build(folder: Path, **parallel: Any) -> tuple[Setup, BuiltEngine]:
-    setup = resolve_setup(
-        Setup(
-            ModelConfig(str(folder), "fp32", "cpu", num_threads=1),
-            CacheConfig(num_blocks=60),
-            SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
-            ExecutionConfig(fused_kernels=False, overlap=False),
-            ParallelConfig(**parallel),
-        )
+def build(
+    folder: Path, draft: str | None = None, overlap: bool = False, **parallel: Any
+) -> BuiltEngine:
+    execution = ExecutionConfig(
+        fused_kernels=False, overlap=overlap, mtp=2 if draft else 0, mtp_adaptive=False
     )
-    return setup, build_engine(setup)
+    setup = Setup(
+        ModelConfig(str(folder), "fp32", "cpu", num_threads=1, draft=draft),
+        CacheConfig(num_blocks=60),
+        SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=4),
+        execution,
+        ParallelConfig(**parallel),
+    )
+    return build_engine(resolve_setup(setup))
 
 
-def capture(setup: Setup, built: BuiltEngine) -> PiecewiseGraphs:
-    """Replay the steps of rank 0 from now on; the other rank has no graphs."""
-    shared = built.runner.model
-    assert isinstance(shared, SharedModel | OwnModel)
-    graphs = rank_graphs(setup, shared._model, built.runner.layers, 0)
-    with torch.inference_mode():
-        for job in graphs.jobs(POOL):
-            job.capture()
-    graphs.start()
-    shared.graphs = graphs
-    built.runner.add_piecewise_graphs(graphs.sizes)
-    return graphs
+def num_cuts(spec: ModelSpec, divided: bool) -> int:
+    """Each attention, and a sum for the embedding and two for each layer; or all experts."""
+    if divided:
+        return 1 + 3 * spec.num_layers
+    assert spec.moe is not None
+    return spec.num_layers + sum(spec.moe.layers)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("family", "parallel"),
+    ("family", "draft", "parallel"),
     [
-        ("qwen3-tied", {"tp": 2}),
-        ("qwen3-moe", {"ep": 2}),
-        ("qwen3-moe", {"ep": 2, "attention_dp": True}),
+        ("qwen3-tied", None, {"tp": 2}),
+        ("qwen3-moe", None, {"ep": 2}),
+        ("qwen3-moe", None, {"ep": 2, "attention_dp": True}),
+        ("deepseek-v3", "head", {"tp": 2, "ep": 2}),
+        ("gpt-oss", "head", {"ep": 2}),
+        ("deepseek-v3", "head", {"ep": 2, "attention_dp": True}),
+        ("qwen3-tied", "ngram", {"tp": 2}),
     ],
 )
-def test_steps_in_pieces_meet_the_other_rank(
-    family: str, parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_by_graphs_meet_the_other_rank(
+    family: str,
+    draft: str | None,
+    parallel: dict[str, Any],
+    overlap: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start_light_ranks(monkeypatch)
-    folder = save(tame(make_model(family), 0.3), tmp_path)
-    setup, built = build(folder, **parallel)
+    model = forgetful(tame(make_model(family), 0.3), 0.1)
+    folder = save(model, tmp_path)
+    if draft == "head":
+        draft = str(save_head(model, tmp_path / "head.safetensors"))
+    asked = [(PROMPTS, BEST), (PROMPTS[::-1], GREEDY), (PROMPTS, [BEST, DRAWN, GREEDY, SCORED])]
+    one = build(folder)
+    expected = [complete(one.engine, *each) for each in asked]
+    emulate_start(monkeypatch)
+    start_light_ranks(monkeypatch, "emulated_graphs")
+    built, before = build(folder, draft, overlap, **parallel), Again.num_replayed
     try:
-        expected = complete(built.engine, PROMPTS, GREEDY)
-        emulate(monkeypatch)
-        graphs = capture(setup, built)
-        cuts = CUTS["tp" if "tp" in parallel else "ep"](built.spec.num_layers)
-        assert {len(pieces.cuts) for pieces in graphs._pieces.values()} == {cuts}
-        assert_same(complete(built.engine, PROMPTS[::-1], GREEDY), expected[::-1])
-        assert graphs.num_replayed >= 3
+        for each, answers in zip(asked, expected, strict=True):
+            assert_same(complete(built.engine, *each), answers)
+        graphs, own_tokens = built.runner.plain.graphs, "attention_dp" in parallel
+        assert graphs is not None and graphs.num_replayed >= 3
+        cuts = num_cuts(built.spec, "tp" in parallel)
+        assert {len(pieces.cuts) for pieces, _ in graphs._pieces.values()} == {cuts}
+        assert (Again.num_replayed - before >= 3) == (not own_tokens)
+        if draft:
+            assert sum(built.engine.stats().num_accepted) > 0
     finally:
         built.close()

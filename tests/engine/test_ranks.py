@@ -16,7 +16,6 @@ from unittest import mock
 
 import msgspec
 import pytest
-import torch
 
 import tiny_images
 from draft_heads import forgetful, save_head
@@ -33,6 +32,7 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.images import ImageSpan
 from tokenmill.core.kv import PREFILLED, KVAddress, KVEvents, KVGeometry, KVNotice, KVWay
 from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
 from tokenmill.core.types import (
@@ -57,14 +57,17 @@ from tokenmill.engine.ranks import rank_messages
 from tokenmill.engine.ranks.group import side_by_side
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.ranks.rank_messages import Message, RankState
-from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import RankReader, _Calls
-from tokenmill.kernels.attention import AttentionBatch, QueryTiles
+from tokenmill.engine.ranks.step_leader import SequenceCopies, StepFollower, pack_batch
+from tokenmill.engine.sampling.device_sampler import DeviceSampler, Sampled
+from tokenmill.engine.sampling.sampler import SampledRow
+from tokenmill.engine.sampling.step_sampler import StepSampler
 from tokenmill.models import spec_of
-from tokenmill.parallel import Ranks
+from tokenmill.parallel import RANK_GONE, Ranks, all_or_none
 from tokenmill.routing.attention_dp import RankCaches
 from tokenmill.routing.router import Router
+from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, num_drafts
 from tokenmill.video import video_rank_process
 from tokenmill.workers.messages import ConnectKV, decode_to_worker, encode
 from tokenmill.workers.worker_process import KVSource
@@ -213,9 +216,10 @@ def test_each_rank_has_tiers_of_its_own(tmp_path: Path) -> None:
 
 def test_new_prompts_count_in_the_round_they_come_in() -> None:
     policy, own = mock.Mock(), mock.Mock(kv=None)
-    own.engine.kv, own.round.return_value, own.take_events.return_value = None, [], []
+    own.engine.kv, own.run.return_value = None, []
     idle, busy = (RankState(bool(n), EngineStats(), (0, 0), (0, n)) for n in (0, 3))
-    own.state.side_effect = [idle, busy, busy]
+    own.state.return_value = idle
+    own.over.return_value = rank_messages.RoundOver([], [], busy)
     alone = mock.MagicMock(size=1)
     alone.hear.return_value = []
     ranks = DataParallelEngine(own, alone, None, policy, RankCaches(1, 16), 8)
@@ -267,6 +271,33 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
     for answer, other in zip(found, expected, strict=True):
         for entry, its in zip(answer.logprobs, other.logprobs, strict=True):
             assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
+
+
+@pytest.mark.usefixtures("light_ranks")
+def test_a_request_that_cannot_be_sampled_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks do their part of the step all the same, drafts included, and go on."""
+    model = forgetful(tame(make_model("qwen3-tied"), 0.3), 0.1)
+    folder, head = save(model, tmp_path), save_head(model, tmp_path / "head.safetensors")
+    with engine(folder) as one:
+        expected = complete(one.engine, prompts(), GREEDY)
+    sample = StepSampler._sample
+
+    def fails(self: StepSampler, sampler: Any, rows: list[SampledRow], *rest: Any) -> Sampled:
+        if any(row.request.sampling.max_tokens == 3 and row.num_output_tokens > 1 for row in rows):
+            raise ValueError("no dice")
+        return sample(self, sampler, rows, *rest)
+
+    monkeypatch.setattr(StepSampler, "_sample", fails)
+    with engine(folder, head=head, tp=2) as two:
+        params = [replace(GREEDY, max_tokens=3 if i == 2 else 12) for i in range(len(prompts()))]
+        found = complete(two.engine, prompts(), params)
+        assert sum(two.engine.stats().num_accepted) > 0
+    (end,) = found[2].terminals
+    assert end.finish_reason is FinishReason.ERROR and "no dice" in str(end.error)
+    for i, (answer, other) in enumerate(zip(found, expected, strict=True)):
+        assert i == 2 or answer.token_ids == other.token_ids
 
 
 @pytest.mark.usefixtures("light_ranks")
@@ -375,8 +406,8 @@ WRONG_BYTES = (
     b"",
     b"\xc1\x00",  # a type that msgpack does not have
     b"\xa1\xff",  # no UTF-8
-    *(msgspec.msgpack.encode(wrong) for wrong in (7, [], {}, ("Popen", {}), (["Rows"], {}))),
-    msgspec.msgpack.encode(("Rows", {"do": "logits"})),
+    *(msgspec.msgpack.encode(wrong) for wrong in (7, [], {}, ["Popen", 1], [["LateTokens"], 1])),
+    *(msgspec.msgpack.encode(["LateTokens", *wrong]) for wrong in ([], ["3"], [3, 4])),
 )
 
 
@@ -392,36 +423,39 @@ def test_what_is_no_message_of_a_rank_is_an_error_for_both_sides(data: bytes) ->
         link.send_bytes(data)
         with pytest.raises(RanksLostError, match="need the same version of tokenmill"):
             inbox.next()
-        rank_messages.send(link, rank_messages.Rows("logits", 3))
-        with pytest.raises(RanksLostError, match="said Rows where Place was expected"):
-            inbox.next_of(rank_messages.Place)
+        rank_messages.send(rank_messages.LateTokens(3), link)
+        with pytest.raises(RanksLostError, match="said LateTokens where GroupPlace was expected"):
+            inbox.next_of(rank_messages.GroupPlace)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_message_of_another_kind_is_an_error_with_optimized_python_too() -> None:
     with strange_rank() as (strangers, link):
-        rank_messages.send(link, rank_messages.Loaded())
-        with pytest.raises(RanksLostError, match="said Loaded where NumBlocks was expected"):
+        rank_messages.send(rank_messages.StepVideo(), link)
+        with pytest.raises(RanksLostError, match="said StepVideo where NumBlocks was expected"):
             strangers.hear(rank_messages.NumBlocks)
         calls = _Calls(strangers)
         call = calls.start_all(rank_messages.KVCall("disconnect", "shm", "e"))
-        rank_messages.send(link, rank_messages.KVCallOver(99, None))
+        rank_messages.send(rank_messages.CallOver(99), link)
         with pytest.raises(RanksLostError, match="call 99, which is not open"):
             calls.over(call, wait=True)
-        rank_messages.send(link, rank_messages.Loaded())
-        with pytest.raises(RanksLostError, match="said Loaded where KVCallOver was expected"):
+        rank_messages.send(rank_messages.StepVideo(), link)
+        with pytest.raises(RanksLostError, match="said StepVideo where CallOver was expected"):
             calls.over(call, wait=True)
     own = OwnEngine.__new__(OwnEngine)
     own.kv = None
-    with pytest.raises(RanksLostError, match="said Loaded where Round was expected"):
-        own.answer(rank_messages.Loaded())
+    with pytest.raises(RanksLostError, match="said StepVideo where EngineRound was expected"):
+        own.answer(rank_messages.StepVideo())
+    follower = StepFollower.__new__(StepFollower)
+    with pytest.raises(RanksLostError, match="rank 0 asks for StepVideo"):
+        follower.do(rank_messages.StepVideo())
     reader = RankReader.__new__(RankReader)
     reader._connectors = {"shm": mock.Mock()}
     with pytest.raises(RanksLostError, match="says connect and not to whom"):
         reader.do(rank_messages.KVCall("connect", "shm", "e"))
     with inbox_of_a_rank() as (inbox, link):
-        rank_messages.send(link, rank_messages.Loaded())
-        with pytest.raises(RanksLostError, match="rank 0 asks for Loaded"):
+        rank_messages.send(rank_messages.CallOver(), link)
+        with pytest.raises(RanksLostError, match="rank 0 asks for CallOver"):
             video_rank_process.follow(mock.Mock(), link, inbox)
 
 
@@ -435,7 +469,7 @@ def test_nodes_without_routing_groups_are_said_to_do_nothing(
 
 def travelled(message: Message) -> Any:
     ours, theirs = Pipe()
-    rank_messages.send(ours, message)
+    rank_messages.send(message, ours)
     return rank_messages.receive(theirs)
 
 
@@ -461,9 +495,10 @@ STATS = EngineStats(num_finished={"stop": 2}, num_drafted=[3, 1], step_sums=[0.5
 NOTICE = KVNotice("r", 2, [5, 6], 9, engine_id="e")
 VIDEO_JOB = Request("v", [1], video=VideoParams(size=(32, 16), latent="x.pt", seed=-3))
 MESSAGES: list[Message] = [
-    rank_messages.Machine("here"),
-    rank_messages.Place(1, 2, "gloo", "cpu", file="/store"),
-    rank_messages.Order(
+    rank_messages.CallOver(4, "not here"),
+    rank_messages.RankCalls("here"),
+    rank_messages.GroupPlace(1, 2, "gloo", "cpu", file="/store"),
+    rank_messages.EngineOrder(
         Setup(
             ModelConfig("m", "int8", seed=3),
             CacheConfig(dtype="fp32", memory_share=0.25),
@@ -474,24 +509,24 @@ MESSAGES: list[Message] = [
         GrammarVocab(["a", "\u00e9"], "RAW", 2, [1]),
     ),
     rank_messages.NumBlocks(7),
-    rank_messages.Failed("no room"),
+    rank_messages.LoadFailed("no room"),
     rank_messages.KVReachable(PEER),
-    rank_messages.Step("draft", 5, 3, 5, [(3, 1, 4, 2, 5)]),
-    rank_messages.Rows("logits", 3),
     rank_messages.KVCall("read", "shm", "e", PEER, [(1, 2, 3)], 4),
-    rank_messages.KVCallOver(4, None),
-    rank_messages.Round([REQUEST], ["gone"], True, rank_messages.KVNews([NOTICE], ["r"])),
+    rank_messages.StepBatch(
+        b"1234", b"", [rank_messages.GrownRow(1, 0, [5, 6], 1, [7], 9, [(2, 4, (1, 2, 3))])], 3, 2
+    ),
+    rank_messages.LateTokens(3),
+    rank_messages.CaptureGraphs(),
+    rank_messages.ShortPrompts({8: 3, 32: 1}),
+    rank_messages.EngineRound([REQUEST], ["gone"], True, [NOTICE], ["r"]),
     rank_messages.RoundOver(
         [OUTPUT],
         pack_events(EVENTS),
         RankState(True, STATS, (1, 2), (3, 4)),
-        rank_messages.KVTold(KVEvents([], ["r"], []), 50),
+        KVEvents([], ["r"], []),
+        50,
     ),
-    rank_messages.ConnectPeer(PEER),
-    rank_messages.DisconnectPeer("e"),
-    rank_messages.PeerAnswer("not here"),
     rank_messages.VideoOrder(ModelConfig("wan"), True, VideoParallel(2, 4)),
-    rank_messages.Loaded(),
     rank_messages.SubmitVideo(VIDEO_JOB),
     rank_messages.AbortVideo("v"),
     rank_messages.StepVideo(),
@@ -521,26 +556,53 @@ def test_times_travel_as_distances_and_events_as_on_every_wire() -> None:
     assert unpack_events(travelled(over).events) == EVENTS
 
 
+def described(batch: Batch) -> list[object]:
+    """What runners read of a batch."""
+    return [
+        (batch.num_tokens, batch.num_to_draft),
+        [(s.slot, first, s.block_ids, s.window_first, s.window_ids) for s, first in batch.grown],
+        [
+            (
+                (seq.slot, num_new, seq.num_computed_tokens, len(seq.token_ids), seq.capacity),
+                seq.token_ids[seq.num_computed_tokens :][: num_new + 1],
+                seq.draft_ids[: max(0, num_drafts((seq, num_new)))],
+                (seq.num_prompt_tokens, seq.image_end, bool(seq.prompt_logprobs)),
+                [(span.offset, span.num_tokens, span.image.grid) for span in seq.request.images],
+                DeviceSampler().wants_best([seq]),
+            )
+            for seq, num_new in batch.items
+        ],
+    ]
+
+
 def test_a_step_travels_whole() -> None:
-    ints = torch.arange(40, dtype=torch.int32)
-    tiles = QueryTiles(ints[:3], ints[3:6], 1, 4, range(2, 5)), QueryTiles(ints[:1], ints[:1], 16)
-    batch = AttentionBatch(
-        ints[:5].long(), ints[5:10].long(), ints[:4], ints[20:23], ints.view(8, 5), ints[2:5], tiles
+    """A prompt in two parts, a sequence whose newest token is not known here, drafts; and a slot
+    that somebody else gets."""
+    spans = (ImageSpan(2, 6, tiny_images.image(1, (1, 4, 6))),)
+    first = Sequence(
+        Request("a", list(range(30)), GREEDY, images=spans), (0, 0, 0), 99, frozenset()
     )
-    sizes, flat = rank_messages.pack_step("step", ints[:5].long(), batch)
-    assert rank_messages.step_size(travelled(sizes)) == flat.numel()
-    ids, told = rank_messages.unpack_step(travelled(sizes), flat)
-    assert torch.equal(ids, ints[:5]) and torch.equal(told.positions, batch.positions)
-    assert torch.equal(told.block_tables[told.table_rows], ints.view(8, 5)[2:5])
-    assert not told.sliding
-    own = replace(batch, slots=batch.slots + 7, block_tables=ints.view(8, 5) + 1)
-    sizes, flat = rank_messages.pack_step("step", ints[:5], replace(batch, sliding=(own, batch)))
-    assert rank_messages.step_size(travelled(sizes)) == flat.numel()
-    ids, told = rank_messages.unpack_step(travelled(sizes), flat)
-    assert torch.equal(ids, ints[:5]) and torch.equal(told.slots, batch.slots)
-    assert [group.slots[0].item() for group in told.sliding] == [12, 5]
-    assert torch.equal(told.sliding[0].block_tables, ints.view(8, 5)[2:5] + 1)
-    for found, sent in zip(told.tiles, tiles, strict=True):
-        assert torch.equal(found.seqs, sent.seqs) and torch.equal(found.starts, sent.starts)
-        plans = [(tile.tokens, tile.splits, tile.rows) for tile in (found, sent)]
-        assert plans[0] == plans[1]
+    drawn = SamplingParams(temperature=1.0, prompt_logprobs=1)
+    second = Sequence(Request("b", [7, 8, 9], drawn), (0, 0, 1), 99, frozenset())
+    first.slot, first.block_ids, first.capacity = 3, [4, 5], 32
+    second.slot, second.block_ids, second.capacity = 0, [6], 16
+    second.window_first, second.window_ids = 0, [1, 2]
+    sampler, copies = mock.Mock(wants_best=DeviceSampler().wants_best), SequenceCopies()
+
+    def check(items: list[Item], grown: list[Item], to_draft: int = 0) -> None:
+        batch = Batch(items, sum(n for _, n in items), grown, num_to_draft=to_draft)
+        assert described(copies.unpack(travelled(pack_batch(batch, sampler)))) == described(batch)
+
+    check([(second, 3), (first, 20)], [(first, 0), (second, 0)])
+    second.num_computed_tokens, first.num_computed_tokens = 3, 20
+    second.token_ids.append(PENDING)
+    check([(second, 1), (first, 10)], [])
+    second.token_ids[-1:], first.num_computed_tokens = [11, 12], 30
+    first.token_ids.append(13)
+    second.num_computed_tokens, second.draft_ids = 4, [21, 22, 23]
+    second.block_ids.append(9)
+    second.capacity, second.window_first, second.window_ids = 32, 1, [3, 4]
+    check([(first, 1), (second, 3)], [(second, 1)], 2)
+    third = Sequence(Request("c", [1, 2]), (0, 0, 2), 9, frozenset())
+    third.slot, third.block_ids, third.capacity = 3, [8], 16
+    check([(third, 2)], [(third, 0)])

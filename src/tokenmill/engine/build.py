@@ -45,16 +45,14 @@ from tokenmill.engine.drafts.proposer import Drafter
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
 from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
-from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
-from tokenmill.engine.model import KVCache, Model, allocate_kv_cache
+from tokenmill.engine.model import KVCache, allocate_kv_cache
 from tokenmill.engine.open_tiers import open_tiers
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
-from tokenmill.engine.ranks.rank_graphs import capture_part
-from tokenmill.engine.ranks.rank_messages import Order
-from tokenmill.engine.ranks.rank_models import OwnModel, SharedDrafter, SharedModel
+from tokenmill.engine.ranks.rank_messages import EngineOrder
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import GroupLink
+from tokenmill.engine.ranks.step_leader import StepLeader
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.warm_up import FEW, warm_up_steps
@@ -97,7 +95,7 @@ _RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 class BuiltEngine:
     """An engine and the facts that users ask about it."""
 
-    engine: LanguageEngine | LeadingEngine | DataParallelEngine
+    engine: LanguageEngine | DataParallelEngine
     runner: ModelRunner
     spec: ModelSpec
     path: Path
@@ -135,14 +133,14 @@ class BuiltEngine:
 
         Both also happen when this process ends.
         """
-        if not isinstance(self.engine, LeadingEngine) and self.engine.tiers is not None:
+        if self.engine.tiers is not None:
             self.engine.tiers.close()
         if self.group is not None:
             self.group.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadedPart:
     """What a rank holds of a model, and its KV cache."""
 
     checkpoint: Checkpoint
@@ -177,11 +175,15 @@ def build_engine(
     with nullcontext() if group is None else group.together():
         if group is not None:
             vocab = grammar_vocab if setup.parallel.attention_dp else None
-            group.tell(Order(setup, vocab))
+            group.tell(EngineOrder(setup, vocab))
         ranks = ONE if group is None else group.ranks
         agree = _same if group is None else group.agree
         part = load_part(setup, ranks, agree, progress, on_phase)
-        engine, runner = _lead(setup, part, group, grammar_vocab, capture_progress, on_phase)
+        rebalancer, runner = make_rebalancer(setup, part, ranks), make_runner(setup, part)
+        if group is not None and not setup.parallel.attention_dp:
+            runner.leader = StepLeader(group, rebalancer)
+        prepare_runner(setup, part, runner, capture_progress, on_phase)
+        engine = _lead(setup, part, group, rebalancer, runner, grammar_vocab)
     warnings = *_context_warning(setup, part), *_fp8_warning(setup, part)
     for warning in (*warnings, *_capture_warnings(runner)):
         on_warning(warning)
@@ -213,7 +215,7 @@ def load_part(
     agree: Callable[[int], int],
     progress: Progress | None = None,
     on_phase: OnPhase = lambda name: None,
-) -> Part:
+) -> LoadedPart:
     """Load what this rank holds; `agree` says how many blocks of KV all ranks have room for."""
     model, cache, scheduler = setup.model, setup.cache, setup.scheduler
     set_mode(setup.execution)
@@ -255,47 +257,70 @@ def load_part(
     most_new, size = scheduler.most_new_tokens, cache.block_size
     room = groups.sliding.num_blocks(num_blocks, most_new, size) * size
     max_len = min(max_len, room)
-    return Part(
+    return LoadedPart(
         checkpoint, network, mtp, cached, kv_cache, num_blocks, groups, room, max_len, link, weights
     )
 
 
-def make_engine(
-    setup: Setup,
-    part: Part,
-    network: Model,
-    grammar_vocab: GrammarVocab | None = None,
-    capture_progress: Progress | None = None,
-    on_phase: OnPhase = lambda name: None,
-) -> tuple[LanguageEngine, ModelRunner]:
-    """A scheduler and a runner around a loaded model; `network` is the part's own or wraps it."""
-    scheduler = replace(setup.scheduler, max_model_len=part.max_model_len)
-    cache, execution, dtype = setup.cache, setup.execution, setup.model.dtype
-    on_gpu, block_size = setup.model.device == "cuda", cache.block_size
-    assert block_size is not None and dtype != "auto"
+def make_runner(setup: Setup, part: LoadedPart) -> ModelRunner:
+    """A runner of this rank's part of a model."""
+    assert setup.cache.block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
-    num_slots, max_len = 2 * scheduler.num_seqs, scheduler.max_model_len
-    runner = ModelRunner(
-        network, part.kv_cache, block_size, num_slots, max_len, part.mtp,
-        part.groups.sliding,
+    return ModelRunner(
+        part.network, part.kv_cache, setup.cache.block_size, 2 * setup.scheduler.num_seqs,
+        part.max_model_len, part.mtp, part.groups.sliding,
     )  # fmt: skip
-    if on_gpu:
-        _warm_up(runner, setup, part, network is part.network, on_phase)
+
+
+def prepare_runner(
+    setup: Setup,
+    part: LoadedPart,
+    runner: ModelRunner,
+    progress: Progress | None = None,
+    on_phase: OnPhase = lambda name: None,
+) -> None:
+    """Compile, warm up and capture, with all ranks that follow this one."""
+    if setup.model.device == "cuda":
+        _warm_up(runner, setup, part, on_phase)
     else:
         runner.warm_up(FEW)  # a CPU's kernels are compiled for all shapes
     on_phase("warm-up")
-    if isinstance(network, SharedModel | OwnModel):
-        network.graphs = part_graphs(setup, part)
-        runner.add_piecewise_graphs([] if network.graphs is None else network.graphs.sizes)
-    elif _captures(setup):
-        limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
-        report = runner.capture(
-            scheduler.num_seqs, limits, capture_progress, execution.mtp, scheduler.budget
-        )
-        _log.info("%s", report.describe())
-        on_phase("CUDA graphs")
-        # A step launched ahead is known to nobody else: to no engine whose blocks it may write.
-        runner.drafts.runs_ahead = part.link is None and part.mtp is not None
+    if not _captures(setup):
+        return
+    if runner.leader is not None:
+        runner.leader.tell_capture()
+    capture_graphs(setup, part, runner, progress)
+    layout = part.network.layout
+    if not layout.own_tokens:
+        runner.split_short_prompts(setup.scheduler.num_seqs, setup.scheduler.budget)
+    on_phase("CUDA graphs")
+    # A step launched ahead is known to nobody else: to no engine whose blocks it may write, and to
+    # no rank that would have to meet this one.
+    alone = part.link is None and layout.ranks.size == 1
+    runner.drafts.runs_ahead = alone and part.mtp is not None
+
+
+def capture_graphs(
+    setup: Setup, part: LoadedPart, runner: ModelRunner, progress: Progress | None = None
+) -> None:
+    """Capture the graphs that this rank's steps are replayed by."""
+    execution, scheduler = setup.execution, setup.scheduler
+    limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
+    report = runner.capture(scheduler.num_seqs, limits, progress, execution.mtp, scheduler.budget)
+    _log.info("%s", report.describe())
+
+
+def make_engine(
+    setup: Setup,
+    part: LoadedPart,
+    runner: ModelRunner,
+    grammar_vocab: GrammarVocab | None = None,
+    kind: Callable[..., LanguageEngine] = LanguageEngine,
+) -> LanguageEngine:
+    """A scheduler around a runner."""
+    scheduler = replace(setup.scheduler, max_model_len=part.max_model_len)
+    cache, execution, block_size = setup.cache, setup.execution, runner.block_size
+    on_gpu = setup.model.device == "cuda"
     overlap = on_gpu if execution.overlap is None else execution.overlap
     spec = part.checkpoint.spec
     eos = _stop_ids(spec, grammar_vocab)
@@ -309,7 +334,7 @@ def make_engine(
     policy.token_texts = () if grammar_vocab is None else grammar_vocab.encoded_vocab
     link, kv_cache = part.link, part.kv_cache
     kv = None if link is None else link.open(policy, kv_cache, part.cached, cache.dtype)
-    engine = LanguageEngine(
+    return kind(
         policy,
         runner,
         grammar=None if grammar_vocab is None else GrammarPool(grammar_vocab),
@@ -321,14 +346,6 @@ def make_engine(
         vision=spec.vision,
         may_rerun=not setup.parallel.attention_dp,
     )
-    return engine, runner
-
-
-def part_graphs(setup: Setup, part: Part) -> PiecewiseGraphs | None:
-    """Of several ranks' engines the graphs of this rank, unless a module drafts."""
-    if not _captures(setup) or part.mtp is not None:
-        return None
-    return capture_part(setup, part.network, part.kv_cache, part.groups.sliding.num_groups)
 
 
 def _captures(setup: Setup) -> bool:
@@ -337,7 +354,7 @@ def _captures(setup: Setup) -> bool:
     return setup.model.device == "cuda" and execution.cuda_graphs and execution.fused_kernels
 
 
-def _context_warning(setup: Setup, part: Part) -> list[str]:
+def _context_warning(setup: Setup, part: LoadedPart) -> list[str]:
     """Where the memory, and not who asked for a number of blocks, cuts the context."""
     asked = setup.scheduler.max_model_len
     if part.max_model_len == asked or setup.cache.num_blocks is not None:
@@ -348,7 +365,7 @@ def _context_warning(setup: Setup, part: Part) -> list[str]:
     ]
 
 
-def _fp8_warning(setup: Setup, part: Part) -> list[str]:
+def _fp8_warning(setup: Setup, part: LoadedPart) -> list[str]:
     width = part.checkpoint.spec.hidden_size
     if setup.model.dtype != "fp8" or width >= _NARROW:
         return []
@@ -363,16 +380,16 @@ def _capture_warnings(runner: ModelRunner) -> list[str]:
     return [] if graphs is None else graphs.report.warnings()
 
 
-def _warm_up(runner: ModelRunner, setup: Setup, part: Part, alone: bool, on_phase: OnPhase) -> None:
+def _warm_up(runner: ModelRunner, setup: Setup, part: LoadedPart, on_phase: OnPhase) -> None:
     """Run what first requests will meet on a GPU.
 
-    Of ranks each compiles while it runs; `alone`, an engine compiles all kernels at once before.
+    Of ranks each compiles while it runs; an engine of one compiles all kernels at once before.
     """
     begin, scheduler = time.monotonic(), setup.scheduler
     num_tokens = min(scheduler.max_model_len, part.kv_tokens)
     budget = scheduler.max_num_batched_tokens or num_tokens
     steps = warm_up_steps(budget, scheduler.num_seqs, num_tokens)
-    if alone and setup.execution.fused_kernels:
+    if setup.parallel.num_ranks == 1 and setup.execution.fused_kernels:
         from tokenmill.kernels.gpu import launch
 
         cache = setup.cache.dtype, setup.cache.block_size
@@ -387,7 +404,7 @@ def _warm_up(runner: ModelRunner, setup: Setup, part: Part, alone: bool, on_phas
     _log.info("warmed up the kernels in %.1f s", time.monotonic() - begin)
 
 
-def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None:
+def make_rebalancer(setup: Setup, part: LoadedPart, ranks: Ranks) -> Rebalancer | None:
     """What moves experts, where that is wanted."""
     if not setup.parallel.rebalance_steps or part.checkpoint.spec.moe is None or ranks.size == 1:
         return None
@@ -396,30 +413,25 @@ def make_rebalancer(setup: Setup, part: Part, ranks: Ranks) -> Rebalancer | None
 
 def _lead(
     setup: Setup,
-    part: Part,
+    part: LoadedPart,
     group: RankGroup | None,
+    rebalancer: Rebalancer | None,
+    runner: ModelRunner,
     grammar_vocab: GrammarVocab | None,
-    capture_progress: Progress | None,
-    on_phase: OnPhase,
-) -> tuple[LanguageEngine | LeadingEngine | DataParallelEngine, ModelRunner]:
+) -> LanguageEngine | DataParallelEngine:
     """The engine of rank 0."""
     if group is None:
-        return make_engine(setup, part, part.network, grammar_vocab, capture_progress, on_phase)
-    rebalancer = make_rebalancer(setup, part, group.ranks)
+        return make_engine(setup, part, runner, grammar_vocab)
     if setup.parallel.attention_dp:
-        own = OwnModel(part.network)
-        engine, runner = make_engine(setup, part, own, grammar_vocab)
-        ours = OwnEngine(engine, own, rebalancer)
+        engine = make_engine(setup, part, runner, grammar_vocab)
+        ours = OwnEngine(engine, runner, rebalancer)
         caches = RankCaches(group.size, runner.block_size)
         places, policy = setup.scheduler.num_seqs, _context_policy(setup)
-        return DataParallelEngine(ours, group, rebalancer, policy, caches, places), runner
-    shared = SharedModel(part.network, group, rebalancer)
+        return DataParallelEngine(ours, group, rebalancer, policy, caches, places)
     if isinstance(part.link, KVLink):
         part = replace(part, link=GroupLink(part.link, group, part.network.layout.split_heads))
-    if part.mtp is not None:
-        part = replace(part, mtp=SharedDrafter(part.mtp, part.network, group))
-    engine, runner = make_engine(setup, part, shared, grammar_vocab)
-    return LeadingEngine(engine, group, rebalancer), runner
+    leading = functools.partial(LeadingEngine, group, rebalancer)
+    return make_engine(setup, part, runner, grammar_vocab, leading)
 
 
 def _context_policy(setup: Setup) -> ContextPolicy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,13 +15,14 @@ from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs, Verified
 from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
-from tokenmill.engine.images import StepImages
+from tokenmill.engine.images import ImageSource
 from tokenmill.engine.inputs import InputBuilder, Inputs
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.sampling.sampler import SampledRow, sampled_rows
 from tokenmill.engine.sampling.step_sampler import StepSampler
 from tokenmill.kernels.drafts import count_accepted
+from tokenmill.parallel import all_or_none
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
 _LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
@@ -42,11 +45,12 @@ class PlainExecutor:
         builder: InputBuilder,
         proposer: Proposer | None,
         sampler: StepSampler,
-        images: StepImages | None = None,
+        images: ImageSource | None = None,
     ) -> None:
         self._model, self._layers, self._builder = model, layers, builder
         self._proposer, self._sampler, self._images = proposer, sampler, images
         self.graphs: PiecewiseGraphs | None = None
+        self.has_met = False  # ranks with other tokens: this one has begun a forward pass
 
     def launch(self, batch: Batch) -> Launched:
         inputs, hidden = self._forward(batch)
@@ -69,13 +73,20 @@ class PlainExecutor:
     def _forward(self, batch: Batch) -> tuple[Inputs, torch.Tensor]:
         """The step's tensors, and the hidden states of its tokens."""
         seen = None if self._images is None else self._images.rows(batch)
-        if self.graphs is not None:
-            size = self.graphs.size_for(batch.num_tokens)
-            if size is not None:
-                inputs = self._builder.build(batch, size)
+        size = None if self.graphs is None else self.graphs.size_for(batch.num_tokens)
+        inputs = self._builder.build(batch, size)
+        self.has_met = True
+        with all_or_none() if self._model.layout.own_tokens else nullcontext():
+            if self.graphs is not None and size is not None:
                 return inputs, self.graphs.run(inputs.token_ids, inputs.attention, seen)
-        inputs = self._builder.build(batch)
-        return inputs, self._model.forward(inputs.token_ids, self._layers, inputs.attention, seen)
+            ids, attention = inputs.token_ids, inputs.attention
+            return inputs, self._model.forward(ids, self._layers, attention, seen)
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """Compute the experts' part of the other ranks' step."""
+        with all_or_none():
+            self._model.assist()
 
     def _propose(
         self, batch: Batch, inputs: Inputs, hidden: torch.Tensor, tokens: torch.Tensor
@@ -107,23 +118,27 @@ class PlainExecutor:
         for i, (seq, num_new) in enumerate(batch.items):
             end += num_new
             if seq.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
-                rows = hidden[end - num_new : end]
-                try:
-                    result.prompt_logprobs[i] = self._prompt_logprobs(seq, rows)
-                except FloatingPointError as error:
-                    result.errors[i] = str(error)
+                entries: list[TokenLogprobs] = []
+                for logits, targets in self._prompt_logits(seq, hidden[end - num_new : end]):
+                    if self._sampler.ranks.rank or i in result.errors:
+                        continue  # the others compute their part all the same
+                    k = seq.request.sampling.prompt_logprobs or 0
+                    try:
+                        entries += self._sampler.host.prompt_logprobs(logits.float(), targets, k)
+                    except FloatingPointError as error:
+                        result.errors[i] = str(error)
+                if i not in result.errors:
+                    result.prompt_logprobs[i] = entries
 
-    def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt tokens after each of this chunk's, as far as they go."""
+    def _prompt_logits(
+        self, seq: Sequence, hidden: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Logits and the prompt tokens after each of this chunk's, as far as they go."""
         first = seq.num_computed_tokens + 1
         targets = seq.token_ids[first : min(first + hidden.shape[0], seq.num_prompt_tokens)]
-        rows, k = hidden[: len(targets)], seq.request.sampling.prompt_logprobs or 0
-        entries: list[TokenLogprobs] = []
         for start in range(0, len(targets), _LOGIT_ROWS):
-            logits = self._model.logits(rows[start : start + _LOGIT_ROWS].contiguous()).float()
-            own = targets[start : start + _LOGIT_ROWS]
-            entries += self._sampler.host.prompt_logprobs(logits, own, k)
-        return entries
+            end = min(start + _LOGIT_ROWS, len(targets))
+            yield self._model.logits(hidden[start:end].contiguous()), targets[start:end]
 
 
 class DecodeExecutor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from tokenmill.engine.staging import Staging, send
 from tokenmill.engine.warm_up import blank_image
 from tokenmill.layers.images import BegunPatches, ImageEncoder, ImageRows
 from tokenmill.sched.sequence import Batch, BegunImage, Item, Sequence
+
+if TYPE_CHECKING:
+    from tokenmill.engine.model import Model
 
 GROUP_PATCHES = 2**14  # encoded in one call: enough to fill a GPU
 
@@ -102,6 +105,40 @@ class Placement:
         tokens = np.arange(first, end)
         parts = tokens // (rows * columns), tokens // columns % rows, tokens % columns
         return np.stack(parts) + self._images[index].offset + self._shifts[index]
+
+
+class ImageSource(Protocol):
+    """Where a step gets its image tokens from."""
+
+    def rows(self, batch: Batch) -> ImageRows | None: ...
+
+
+class SharedImages:
+    """The image tokens of ranks that compute the same ones: rank 0 encodes for all."""
+
+    def __init__(self, own: StepImages | None, model: Model) -> None:
+        self._own, self._model = own, model
+
+    def rows(self, batch: Batch) -> ImageRows | None:
+        """What StepImages has on rank 0."""
+        if not any(seq.num_computed_tokens < seq.image_end for seq, _ in batch.items):
+            return None
+        norm, vision, ranks = self._model.norm, self._model.spec.vision, self._model.layout.ranks
+        found = None if self._own is None else self._own.rows(batch)
+        count = norm.new_zeros(1, dtype=torch.int64)
+        if found is not None:
+            count += len(found.rows)
+        num_rows = int(ranks.broadcast(count).item())
+        if not num_rows:
+            return None
+        assert vision is not None
+        if found is None:
+            places = norm.new_empty((4, num_rows), dtype=torch.int64)
+            features = norm.new_empty(vision.num_features, num_rows, vision.out_size)
+        else:
+            places, features = torch.cat([found.rows[None], found.positions]), found.features
+        places = ranks.broadcast(places)
+        return ImageRows(places[0], places[1:], ranks.broadcast(features.contiguous()))
 
 
 class StepImages:

@@ -48,6 +48,7 @@ class Launched:
     sampled: Sampled | None = None  # what else the sampler computed
     late: LateRows | None = None  # that are sampled again, with their masks
     proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
+    failure: Exception | None = None  # of the sampler, where other ranks go on
     others: list[Launched] = field(default_factory=list)  # of the items that follow, launched later
 
     def runs(self) -> bool:
@@ -62,9 +63,17 @@ class Launched:
             _join(result, other._wait())
         return result
 
+    def settle(self) -> None:
+        """Wait until all that was launched is over."""
+        done = (self, *self.others)[-1].done
+        if done is not None:
+            done.synchronize()
+
     def _wait(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
+        if self.failure is not None:
+            raise self.failure
         if self.tokens is not None:
             tokens = self.tokens.flatten().tolist()
             logprobs = None if self.sampled is None else self.sampled.finish(tokens)

@@ -10,10 +10,10 @@ import torch
 from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.kernels.attention import AttentionBatch
+from tokenmill.kernels.sampling import argmax
 from tokenmill.kv.shared_memory import SharedPages
-from tokenmill.layers.experts import RoutedExperts
 from tokenmill.layers.images import ImageEncoder, StepRows
-from tokenmill.parallel import Layout
+from tokenmill.parallel import Layout, Ranks
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 KV_TYPES = {
@@ -29,6 +29,7 @@ class Model(Protocol):
 
     spec: ModelSpec
     visual: ImageEncoder | None  # None: it takes no images, or another rank encodes them
+    layout: Layout  # which part of the model this rank has
     norm: torch.Tensor  # the final one, in the stream's type
     read_layers: tuple[int, ...]  # whose incoming states drafts are made from, if not the last ones
 
@@ -43,16 +44,19 @@ class Model(Protocol):
     ) -> torch.Tensor: ...
     def draft_states(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
-class RankModel(Model, Protocol):
-    """One rank's part of a model."""
-
-    layout: Layout
-
-    @property
-    def experts(self) -> list[RoutedExperts]: ...
     def assist(self) -> None: ...
+
+
+def likeliest(logits: torch.Tensor, ranks: Ranks, least: int = -1) -> torch.Tensor:
+    """The largest logit's token of each row on all ranks, int32 [rows]; rank 0 has the logits.
+
+    `least` stands for the token where logits are not finite.
+    """
+    if ranks.rank:
+        best = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    else:
+        best = argmax(logits, least=least)
+    return ranks.broadcast(best)
 
 
 def allocate_kv_cache(

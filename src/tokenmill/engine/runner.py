@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -19,24 +20,33 @@ from tokenmill.engine.executors import (
     PromptExecutor,
     SplitExecutor,
 )
-from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport, Progress, capture_all
+from tokenmill.engine.graphs.capture import (
+    CaptureLimits,
+    CaptureReport,
+    Job,
+    Progress,
+    capture_all,
+)
 from tokenmill.engine.graphs.decode_graphs import DecodeGraphs
 from tokenmill.engine.graphs.draft_graphs import DraftGraphs
 from tokenmill.engine.graphs.piecewise_graphs import (
+    LEAST_TOKENS,
     PiecewiseGraphs,
     most_tokens,
     piecewise_sizes,
 )
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
-from tokenmill.engine.images import StepImages
+from tokenmill.engine.images import ImageSource, SharedImages, StepImages
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.launched import Launched
 from tokenmill.engine.model import KVCache, Model
+from tokenmill.engine.ranks.step_leader import StepLeader
 from tokenmill.engine.sampling.step_sampler import StepSampler
 from tokenmill.engine.warm_up import FEW, Step, blank_image, image_batches, warm_up_batch
 from tokenmill.kernels.attention import takes_full_tiles
 from tokenmill.kernels.pages import most_pages
 from tokenmill.kernels.product_trials import trials
+from tokenmill.parallel import all_or_none
 from tokenmill.sched.sequence import Batch
 
 # Steps that decode beside a prompt, timed after the capture: sequences, tokens, and how often.
@@ -73,19 +83,21 @@ class ModelRunner:
             takes_full_tiles(kv_cache[0][1]),
             most_pages(kv_cache[0][1]),
         )
-        self.images = None
-        if spec.vision is not None:
+        self.images, self.sliding = None, sliding
+        if spec.vision is not None and model.layout.samples:
             assert model.visual is not None
             self.images = StepImages(model.visual, spec.vision, self.builder.staging)
-        self.sliding = sliding
-        self.proposer = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder)
-        self.sampler = sampler = StepSampler(self.builder)
+        source: ImageSource | None = self.images
+        self._ranks = ranks = model.layout.token_ranks
+        if spec.vision is not None and ranks.size > 1:
+            source = SharedImages(self.images, model)
+        self.leader: StepLeader | None = None  # tells other ranks what this one does
+        drafted = None if mtp is None else Proposer(mtp, kv_cache[-1], self.builder, ranks)
+        self.proposer, self.sampler = drafted, (sampler := StepSampler(self.builder, ranks))
         self.drafts = DraftExecutor(self.proposer, sampler)
         self.decode = DecodeExecutor(self.builder, self.proposer, sampler)
         self.prompts = PromptExecutor(self.builder, self.proposer, sampler)
-        self.plain = PlainExecutor(
-            model, self.layers, self.builder, self.proposer, sampler, self.images
-        )
+        self.plain = PlainExecutor(model, self.layers, self.builder, self.proposer, sampler, source)
         self.split = SplitExecutor(self.drafts, self.decode, self.prompts)
         # The first that takes a batch executes it.
         self._by_graph: tuple[Executor, ...] = (
@@ -130,34 +142,49 @@ class ModelRunner:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
         The pieces of other steps of up to `budget` tokens, too, unless a head reads what is between
-        layers, and small groups of images. The cache's last block is
-        padding. All graphs share one pool of memory.
+        layers, and small groups of images. The cache's last block is padding. All graphs share one
+        pool of memory. Ranks whose tokens differ meet once in each step, which runs in pieces
+        alone; those with the same tokens capture the same graphs, as many as fit on all.
         """
-        pool = torch.cuda.graph_pool_handle()
+        pool, own_tokens = torch.cuda.graph_pool_handle(), self.model.layout.own_tokens
         decode = DecodeGraphs(self.model, self.layers, self.builder, max_size)
-        self.add_prompt_graphs(depth)
-        self.add_draft_graphs(max_size, depth)
-        assert self.prompts.graphs is not None
-        jobs = decode.jobs(pool) + self.prompts.graphs.jobs(pool)
-        for graphs in self.drafts.graphs.values():
-            jobs += graphs.jobs(pool)
+        jobs: list[Job] = []
+        if not own_tokens:
+            jobs = decode.jobs(pool)
+            self.add_prompt_graphs(depth)
+            self.add_draft_graphs(max_size, depth)
+            for graphs in (self.prompts.graphs, *self.drafts.graphs.values()):
+                jobs += [] if graphs is None else graphs.jobs(pool)
         if budget and not self.model.read_layers:
-            self.add_piecewise_graphs(piecewise_sizes(most_tokens(self.model.spec, budget)))
+            least = 1 if own_tokens else LEAST_TOKENS
+            most = most_tokens(self.model.spec, budget)
+            self.add_piecewise_graphs(piecewise_sizes(most, least))
         pieces = self.plain.graphs
         jobs += [] if pieces is None else pieces.jobs(pool)
-        encoder = None if self.images is None else self.images.encode.add_graphs()
-        jobs += [] if encoder is None else encoder.jobs(pool)
+        encoder = None
+        if self.images is not None and self.model.layout.ranks.size == 1:
+            encoder = self.images.encode.add_graphs()
+            jobs += encoder.jobs(pool)
         with trials():  # each size runs once before its capture
-            report = capture_all(jobs, limits, progress)
+            report = capture_all(jobs, limits, progress, on_any_rank=self._on_any_rank)
         torch.cuda.empty_cache()  # what the warm-up left, and runs before captures have used
-        decode.start(report)
+        if not own_tokens:
+            decode.start(report)
+            self.decode.graphs = decode
         if pieces is not None:
             report.piecewise_tokens = pieces.start()
         if encoder is not None:
             encoder.start()
-        self.decode.graphs = decode
-        self.split.most_prompts = self._time_short_prompts(max_size, budget)
         return report
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        return self._ranks.any(flag, self.builder.device)
+
+    def split_short_prompts(self, max_size: int, budget: int) -> None:
+        """Run short prompts beside decoding by graphs of their own, where that is quicker."""
+        self.split.most_prompts = found = self._time_short_prompts(max_size, budget)
+        if self.leader is not None:
+            self.leader.tell_short_prompts(found)
 
     def _time_short_prompts(self, max_size: int, budget: int) -> dict[int, int]:
         """How many prompts are quicker by graphs of their own, by sequences that decode."""
@@ -207,7 +234,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Start a step; on a GPU this returns while it runs."""
-        with _memory_errors():
+        with self._errors():
+            if self.leader is not None:
+                self.leader.tell_batch(batch, self.sampler)
             self.builder.grow(batch.grown)
             if self.images is not None:
                 self.images.forget(batch.dropped_images)
@@ -220,9 +249,16 @@ class ModelRunner:
     @torch.inference_mode()
     def sample_late(self, launched: Launched) -> None:
         """Sample the constrained items of a step whose masks were to follow."""
-        with _memory_errors():
+        with self._errors():
             for part in (launched, *launched.others):
                 self.sampler.sample_late(part)
+                if self.leader is not None and part.late is not None:
+                    assert part.late.sampled is not None
+                    self.leader.tell_late(part.late.slots, part.late.sampled.token_ids)
+
+    def _errors(self) -> AbstractContextManager[None]:
+        """What an error is to the engine: that of several ranks ends all."""
+        return all_or_none() if self._ranks.size > 1 else _memory_errors()
 
     def _launch(self, batch: Batch) -> Launched:
         for executor in self._by_graph:

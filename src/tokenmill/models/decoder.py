@@ -231,12 +231,14 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab], in the stream's type.
 
-        Where ranks have a part of the vocabulary each, all call this and rank 0 gets the whole.
+        Of ranks that compute the same tokens all call this and rank 0 gets the whole vocabulary.
         """
         return self.score(hidden, self.norm)
 
     def score(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """logits(), through a norm that may be another one, or none."""
+        if not (self.layout.samples or self.layout.split_heads):
+            return hidden.new_empty(hidden.shape[0], 0)
         part = Residual(hidden, self.spec.rms_eps).project(norm, self.head)
         return self.layout.tensor_ranks.side_by_side(part, self.spec.vocab_size)
 

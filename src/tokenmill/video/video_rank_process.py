@@ -13,10 +13,10 @@ from tokenmill.core.types import RanksLostError, TokenmillError
 from tokenmill.engine.ranks.group import Inbox, call, join
 from tokenmill.engine.ranks.rank_messages import (
     AbortVideo,
-    Failed,
-    Loaded,
+    CallOver,
+    GroupPlace,
+    LoadFailed,
     MeasureVideo,
-    Place,
     StepVideo,
     SubmitVideo,
     VideoOrder,
@@ -24,7 +24,7 @@ from tokenmill.engine.ranks.rank_messages import (
     arrived,
     send,
 )
-from tokenmill.engine.ranks.rank_models import RANK_GONE, all_or_none
+from tokenmill.parallel import RANK_GONE, all_or_none
 from tokenmill.video.measure import measure_video
 from tokenmill.video.pipeline import Pipeline, load_pipeline, open_pipeline
 from tokenmill.video.video_engine import VideoEngine
@@ -34,7 +34,7 @@ def main(address: str) -> None:
     """Join rank 0, load the weights, and compute until rank 0 is gone."""
     connection = call(address)
     inbox = Inbox(connection, address)
-    ranks = join(inbox.next_of(Place))
+    ranks = join(inbox.next_of(GroupPlace))
     order = inbox.next_of(VideoOrder)
     try:
         checkpoint = open_pipeline(order.model)
@@ -42,10 +42,10 @@ def main(address: str) -> None:
             checkpoint, order.model, order.offload, parallel=order.parallel, ranks=ranks
         )
     except TokenmillError as error:
-        send(connection, Failed(str(error)))
+        send(LoadFailed(str(error)), connection)
         inbox.next()  # until rank 0 ends
         return
-    send(connection, Loaded())
+    send(CallOver(), connection)
     try:
         with all_or_none():
             follow(pipeline, connection, inbox)
@@ -66,7 +66,7 @@ def follow(pipeline: Pipeline, connection: Connection, inbox: Inbox) -> NoReturn
                 engine.abort(request_id)
             case StepVideo():
                 engine.advance()
-                send(connection, VideoStepOver(engine.num_failed))
+                send(VideoStepOver(engine.num_failed), connection)
             case MeasureVideo(request, num_steps):
                 measure_video(pipeline, request, num_steps)
             case unknown:

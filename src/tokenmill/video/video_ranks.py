@@ -15,7 +15,7 @@ from tokenmill.core.video_parallel import VideoParallel, check_ranks
 from tokenmill.engine.ranks.group import RankGroup, check_gpus
 from tokenmill.engine.ranks.rank_messages import (
     AbortVideo,
-    Loaded,
+    CallOver,
     MeasureVideo,
     StepVideo,
     SubmitVideo,
@@ -23,9 +23,9 @@ from tokenmill.engine.ranks.rank_messages import (
     VideoStepOver,
     leaving,
 )
-from tokenmill.engine.ranks.rank_models import all_or_none
 from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
 from tokenmill.models.checkpoints.weights import Progress
+from tokenmill.parallel import all_or_none
 from tokenmill.video.measure import Told, VideoTimes, measure_video
 from tokenmill.video.pipeline import Pipeline, choose_device, load_pipeline
 from tokenmill.video.video_engine import VideoEngine
@@ -53,7 +53,7 @@ def load_ranks(
     with group.together():
         group.tell(VideoOrder(config, offload, parallel))
         pipeline = load_pipeline(checkpoint, config, offload, progress, parallel, group.ranks)
-        group.hear(Loaded)
+        group.hear(CallOver)
         group.forget_place()
     return replace(pipeline, group=group)
 

@@ -11,14 +11,15 @@ from typing import Protocol
 import torch
 
 from tokenmill.engine.inputs import InputBuilder, Slots
+from tokenmill.engine.model import likeliest
 from tokenmill.kernels.attention import AttentionBatch
-from tokenmill.kernels.sampling import argmax
+from tokenmill.parallel import ONE, Ranks
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 
 
 class Drafter(Protocol):
-    """An MTP module (models/mtp.py), of this rank alone or of all together, or an EAGLE-3 head."""
+    """An MTP module (models/mtp.py) or an EAGLE-3 head, or this rank's part of it."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -37,8 +38,11 @@ class Proposer:
     belongs to nobody.
     """
 
-    def __init__(self, module: Drafter, cache: Cache, builder: InputBuilder) -> None:
-        self.module, self.cache, self.builder = module, cache, builder
+    def __init__(
+        self, module: Drafter, cache: Cache, builder: InputBuilder, ranks: Ranks = ONE
+    ) -> None:
+        """`ranks` compute the same tokens; rank 0 says which drafts follow."""
+        self.module, self.cache, self.builder, self._ranks = module, cache, builder, ranks
 
     def fill(
         self, next_ids: torch.Tensor, states: torch.Tensor, batch: AttentionBatch
@@ -69,7 +73,7 @@ class Proposer:
 
     def _best(self, out: torch.Tensor) -> torch.Tensor:
         """The likeliest tokens, int32 [rows]; any token where the logits are not finite."""
-        return self.module.target_ids(argmax(self.module.logits(out), least=0))
+        return self.module.target_ids(likeliest(self.module.logits(out), self._ranks, least=0))
 
     def _batch(
         self, positions: torch.Tensor, cache_slots: Slots, slots: torch.Tensor

@@ -26,6 +26,14 @@ class CaptureLimits:
     seconds: float
     memory_bytes: int
 
+    def reached(self, report: CaptureReport) -> str | None:
+        """The flag whose limit a capture has reached, if any."""
+        if report.seconds > self.seconds:
+            return f"--graph-capture-time {self.seconds:g}"
+        if report.memory_bytes > self.memory_bytes:
+            return f"--graph-memory {self.memory_bytes / 2**30:g}GiB"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -143,8 +151,12 @@ def capture_all(
     progress: Progress | None = None,
     now: Callable[[], float] = time.monotonic,
     memory: Callable[[], Memory] = Memory.now,
+    on_any_rank: Callable[[bool], bool] = bool,
 ) -> CaptureReport:
-    """Capture graphs, those of every kind in turns, until all are or a limit is reached."""
+    """Capture graphs, those of every kind in turns, until all are or a limit is reached.
+
+    Ranks that have to capture the same ones end together: `on_any_rank` knows of their limits.
+    """
     report, begin, before = CaptureReport(planned=len(jobs)), now(), memory()
     for job in sorted(jobs, key=lambda job: job.place):
         job.capture()
@@ -155,11 +167,9 @@ def capture_all(
             progress(report.captured, report.planned)
         if report.captured == report.planned:
             break
-        if report.seconds > limits.seconds:
-            report.cut_by = f"--graph-capture-time {limits.seconds:g}"
-            break
-        if report.memory_bytes > limits.memory_bytes:
-            report.cut_by = f"--graph-memory {limits.memory_bytes / 2**30:g}GiB"
+        report.cut_by = limits.reached(report)
+        if on_any_rank(report.cut_by is not None):
+            report.cut_by = report.cut_by or "a limit on another rank"
             break
     return report
 

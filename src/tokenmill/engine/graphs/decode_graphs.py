@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from tokenmill.engine.graphs.capture import CaptureReport, Job, capturing, jobs_for, unowned
+from tokenmill.engine.graphs.capture import CaptureReport, Job, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
+from tokenmill.engine.graphs.pieces import Pieces, try_and_record
 from tokenmill.engine.inputs import InputBuilder, newest_token
-from tokenmill.engine.model import KVCache, Model
+from tokenmill.engine.model import KVCache, Model, likeliest
 from tokenmill.kernels.attention import longest_first
-from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A graph and the tensors that it writes."""
+    """Graphs and the tensors that they write."""
 
-    graph: torch.cuda.CUDAGraph
+    pieces: Pieces
     decoded: Decoded
 
 
@@ -70,13 +70,10 @@ class DecodeGraphs:
         self.report, report.max_size = report, self.max_size
 
     def _capture(self, size: int, pool: Any) -> None:
-        self._decode(size)  # compiles kernels and picks algorithms, which capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(torch.cuda.graph(graph, pool=pool)):
-            decoded = self._decode(size)
+        ranks = self.model.layout.ranks
+        pieces, decoded = try_and_record(pool, ranks, lambda: self._decode(size))
         decoded = replace(decoded, logits=unowned(decoded.logits))
-        self._graphs[size] = Captured(graph, decoded)
+        self._graphs[size] = Captured(pieces, decoded)
 
     def _decode(self, size: int) -> Decoded:
         """A step over views of the input buffer; only the order of its tiles changes."""
@@ -89,7 +86,7 @@ class DecodeGraphs:
         turned = builder.turned(contexts, slots)
         placed = builder.attention(turned, cache_slots, starts, contexts, slots, (tiles,))
         logits = self.model.logits(self.model.forward(ids, self.kv_cache, placed))
-        best = argmax(logits)
+        best = likeliest(logits, self.model.layout.token_ranks)
         last_tokens.index_copy_(0, slots.long(), best)
         return Decoded(ids, logits, best, slots)
 
@@ -110,7 +107,7 @@ class DecodeGraphs:
         image[3, :size] = longest_first(image[1, :size])
         self.inputs.view(-1).copy_(host, non_blocking=True)
         captured = self._graphs[size]
-        captured.graph.replay()
+        captured.pieces.replay()
         decoded = captured.decoded
         return Decoded(
             decoded.token_ids[:count], decoded.logits[:count], decoded.best[:count],

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
-from tokenmill.engine.graphs.capture import Job, capturing, jobs_for, unowned
+from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
+from tokenmill.engine.graphs.pieces import Pieces, try_and_record
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.engine.model import KVCache, Model
+from tokenmill.engine.model import KVCache, Model, likeliest
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.kernels.drafts import accept_drafts, advance_drafts
-from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item, Sequence, num_drafts
 
 MAX_SIZE = 64  # sequences of the largest graph: larger batches are better off without drafts
@@ -39,9 +39,9 @@ class Verified:
 class Captured:
     """The two graphs of a batch size and what they write."""
 
-    verify: torch.cuda.CUDAGraph
+    verify: Pieces
     verified: Verified
-    draft: torch.cuda.CUDAGraph | None  # where a module makes drafts
+    draft: Pieces | None  # where a module makes drafts
     drafted: torch.Tensor
 
 
@@ -81,15 +81,10 @@ class DraftGraphs:
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:
-        self._draft(size, self._verify(size))  # compiles kernels, which capture must not
-        torch.cuda.synchronize()
-        verify, draft, drafted = torch.cuda.CUDAGraph(), None, self.tokens
-        with capturing(torch.cuda.graph(verify, pool=pool)):
-            verified = self._verify(size)
+        ranks, draft, drafted = self.model.layout.ranks, None, self.tokens
+        verify, verified = try_and_record(pool, ranks, lambda: self._verify(size))
         if self.proposer is not None:
-            draft = torch.cuda.CUDAGraph()
-            with capturing(torch.cuda.graph(draft, pool=pool)):
-                drafted = self._draft(size, verified)
+            draft, drafted = try_and_record(pool, ranks, lambda: self._draft(size, verified))
         verified = replace(verified, logits=unowned(verified.logits))
         self._graphs[size] = Captured(verify, verified, draft, drafted)
         self._captured = sorted(self._graphs)
@@ -172,7 +167,8 @@ class DraftGraphs:
         ids = self.ids[:size].view(-1)
         hidden = self.model.forward(builder.ids(ids), self.layers, batch)
         logits = self.model.logits(hidden)
-        self.tokens[:size].copy_(argmax(logits).view(size, depth + 1))
+        best = likeliest(logits, self.model.layout.token_ranks)
+        self.tokens[:size].copy_(best.view(size, depth + 1))
         return Verified(logits, ids, self.model.draft_states(hidden), batch)
 
     def _draft(self, size: int, verified: Verified) -> torch.Tensor:

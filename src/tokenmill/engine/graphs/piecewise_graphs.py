@@ -3,8 +3,6 @@
 All that a layer does to each token by itself has one shape for a number of tokens, so it can be
 captured. Attention depends on whose tokens they are: it is launched between two pieces, with what
 this step knows. A step is then a graph and a launch or two for each layer, not ten launches.
-
-Of several ranks each has graphs of its own, which also end where ranks do something together.
 """
 
 from __future__ import annotations
@@ -12,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.engine.graphs.capture import Job, capturing, jobs_for, unowned
+from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
+from tokenmill.engine.graphs.pieces import Pieces, Recorder, skip
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.kernels.attention import AttentionBatch
 from tokenmill.layers.images import ImageBuffers, ImageRows
-from tokenmill.parallel import ONE, Ranks
 
 LEAST_TOKENS, MOST_TOKENS = 8, 2048
 # Weights are read for a few tokens as fast as for many: there padding by half costs nothing.
@@ -30,67 +28,6 @@ FINE_TOKENS = 256
 # What a large GPU computes, with room to spare, while the host launches one layer's kernels: steps
 # with more work than that are bound by the device however they are launched.
 LAYER_FLOPS = 5e11
-
-
-class Cut(NamedTuple):
-    """What is done between two pieces, and its tensors, which lie in the graphs' memory.
-
-    Attention is told whose blocks it reads, and its last tensor is the output. What ranks do
-    together has no group.
-    """
-
-    do: Callable[..., object]
-    tensors: tuple[torch.Tensor, ...]
-    group: int | None
-
-
-class Pieces(NamedTuple):
-    """A step's graphs, one more than there are cuts, and the hidden states that they end with."""
-
-    graphs: list[torch.cuda.CUDAGraph]
-    cuts: list[Cut]
-    hidden: torch.Tensor
-
-    def replay(self, groups: Sequence[AttentionBatch]) -> torch.Tensor:
-        """Run the step; `groups` are its full layers and each group of sliding ones."""
-        for graph, cut in zip(self.graphs, self.cuts, strict=False):
-            graph.replay()
-            known = () if cut.group is None else (groups[cut.group],)
-            cut.do(*cut.tensors, *known)
-        self.graphs[-1].replay()
-        return self.hidden
-
-
-class Recorder:
-    """Ends a graph at each cut of a forward pass and begins the next one."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self._capture = torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool)
-        self.graphs = [self._capture.cuda_graph]
-        self.cuts: list[Cut] = []
-
-    def record(self, forward: Callable[[], torch.Tensor]) -> Pieces:
-        """The pieces of a forward pass that calls cut()."""
-        with capturing(self._capture):
-            hidden = forward()
-        return Pieces(self.graphs, self.cuts, unowned(hidden))
-
-    def cut(self, group: int | None, do: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """End a piece here; `do` runs when pieces are replayed."""
-        capture = self._capture
-        capture.cuda_graph.capture_end()
-        self.cuts.append(Cut(do, tuple(map(unowned, tensors)), group))
-        capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
-        self.graphs.append(capture.cuda_graph)
-        mode = capture.capture_error_mode
-        capture.cuda_graph.capture_begin(pool=self._pool, capture_error_mode=mode)
-
-
-def _nothing(group: int | None, do: object, *tensors: torch.Tensor) -> None:
-    """In the place of a cut; what attention would have written is a number."""
-    if group is not None:
-        tensors[-1].zero_()
 
 
 def piecewise_sizes(most: int, least: int = LEAST_TOKENS) -> list[int]:
@@ -124,11 +61,10 @@ class PiecewiseGraphs:
         sizes: Sequence[int],
         num_sliding: int,
         max_len: int,
-        ranks: Ranks = ONE,
     ) -> None:
         """The cache's last block is padding; num_sliding: groups of sliding layers."""
         self.model, self.layers, self.sizes = model, layers, list(sizes)
-        self._max_len, self._ranks = max_len, ranks
+        self._max_len = max_len
         most = max(self.sizes, default=0)
         most += -most % 4  # rows begin where kernels expect them
         values = layers[0][1]  # [blocks, heads, block size, dim]
@@ -142,7 +78,7 @@ class PiecewiseGraphs:
             num_features = model.spec.vision.num_features
             self._images = ImageBuffers.zeros(most, num_features, model.norm)
         self._has_images = False  # the buffers hold those of an earlier step
-        self._pieces: dict[int, Pieces] = {}
+        self._pieces: dict[int, tuple[Pieces, torch.Tensor]] = {}  # and their hidden states
         self.num_replayed = self.num_with_images = 0
 
     def jobs(self, pool: Any) -> list[Job]:
@@ -156,10 +92,11 @@ class PiecewiseGraphs:
 
     def _capture(self, size: int, pool: Any) -> None:
         # The first run compiles kernels and picks algorithms, which capture must not.
-        self._forward(size, _nothing)
+        self._forward(size, skip)
         torch.cuda.synchronize()
         recorder = Recorder(pool)
-        self._pieces[size] = recorder.record(lambda: self._forward(size, recorder.cut))
+        pieces, hidden = recorder.record(lambda: self._forward(size, recorder.cut))
+        self._pieces[size] = pieces, unowned(hidden)
 
     def _forward(self, size: int, between: Callable[..., object]) -> torch.Tensor:
         """A step over views of the input buffers; attention and ranks are left to `between`."""
@@ -179,7 +116,7 @@ class PiecewiseGraphs:
         )
         batch = replace(full, sliding=tuple(sliding))
         images = None if self._images is None else self._images.first(size)
-        with self._ranks.in_pieces(partial(between, None)):
+        with self.model.layout.ranks.in_pieces(partial(between, None)):
             return self.model.forward(self._ids[:size], self.layers, batch, images)
 
     def size_for(self, num_tokens: int) -> int | None:
@@ -196,9 +133,10 @@ class PiecewiseGraphs:
         A step of another size than those that were captured runs operation by operation.
         """
         size = token_ids.shape[0]
-        pieces = self._pieces.get(size)
-        if pieces is None:
+        found = self._pieces.get(size)
+        if found is None:
             return self.model.forward(token_ids, self.layers, batch, images)
+        pieces, hidden = found
         groups = batch, *batch.sliding
         self._ids[:size].copy_(token_ids)
         self._positions[:size].copy_(batch.positions)
@@ -209,4 +147,5 @@ class PiecewiseGraphs:
             self._has_images = images is not None
         self.num_replayed += 1
         self.num_with_images += images is not None
-        return pieces.replay(groups)
+        pieces.replay(groups)
+        return hidden

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
-from tokenmill.engine.graphs.capture import Job, capturing, jobs_for
+from tokenmill.engine.graphs.capture import Job, jobs_for
+from tokenmill.engine.graphs.pieces import Pieces, try_and_record
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.engine.model import KVCache, Model
+from tokenmill.engine.model import KVCache, Model, likeliest
 from tokenmill.engine.staging import ALIGN
-from tokenmill.kernels.sampling import argmax
 from tokenmill.sched.sequence import Item
 
 SIZES = (32, 64, 128, 256)  # tokens; a prompt is padded up to the next one
@@ -51,19 +51,15 @@ class PromptGraphs:
         self.sizes = [size for size in SIZES if size < builder.max_len]
         total = SIZES[-1] + _FIELDS * ALIGN
         self.inputs = torch.zeros(total, dtype=torch.int32, device=builder.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Prompted]] = {}
+        self._graphs: dict[int, tuple[Pieces, Prompted]] = {}
 
     def jobs(self, pool: Any) -> list[Job]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:
-        self._run(size)  # compiles kernels, which capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(torch.cuda.graph(graph, pool=pool)):
-            prompted = self._run(size)
-        self._graphs[size] = graph, prompted
+        ranks = self.model.layout.ranks
+        self._graphs[size] = try_and_record(pool, ranks, lambda: self._run(size))
 
     def takes(self, items: list[Item]) -> bool:
         """True for the last tokens of one prompt, if there are few."""
@@ -93,8 +89,8 @@ class PromptGraphs:
         self.inputs.copy_(host, non_blocking=True)
         if size not in self._graphs:
             return self._run(size)
-        graph, prompted = self._graphs[size]
-        graph.replay()
+        pieces, prompted = self._graphs[size]
+        pieces.replay()
         return prompted
 
     def _run(self, size: int) -> Prompted:
@@ -108,7 +104,7 @@ class PromptGraphs:
         ids = self.inputs[:size]
         hidden = model.forward(builder.ids(ids), self.layers, batch)
         logits = model.logits(hidden.index_select(0, last))
-        best, drafts = argmax(logits), None
+        best, drafts = likeliest(logits, model.layout.token_ranks), None
         builder.last_tokens.index_copy_(0, slot.long(), best)
         if self.proposer is not None:
             next_ids = torch.cat([ids[1:], ids[:1]]).index_copy_(0, last.long(), best)

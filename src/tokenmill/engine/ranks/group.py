@@ -21,22 +21,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tokenmill.core.types import ModelLoadError, RanksLostError
 from tokenmill.engine.ranks.rank_messages import (
-    Failed,
+    GroupPlace,
     Kind,
-    Machine,
-    Message,
+    LoadFailed,
     NumBlocks,
-    Place,
+    RankCalls,
+    RankMessage,
     expect,
     receive,
     send,
@@ -93,15 +93,19 @@ class RankGroup:
             raise
         atexit.register(self.close)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: RankMessage) -> None:
         """Send every rank the same message."""
-        self.tell_each([message] * len(self._links))
+        self._send([(message, self._links)])
 
-    def tell_each(self, messages: Sequence[Message]) -> None:
+    def tell_each(self, messages: Sequence[RankMessage]) -> None:
         """Send each rank a message of its own."""
+        pairs = zip(self._links, messages, strict=True)
+        self._send([(message, [link]) for link, message in pairs])
+
+    def _send(self, messages: list[tuple[RankMessage, list[Connection]]]) -> None:
         try:
-            for link, message in zip(self._links, messages, strict=True):
-                send(link, message)
+            for message, links in messages:
+                send(message, *links)
         except OSError as error:
             raise RanksLostError(f"a rank is gone: {error}") from error
 
@@ -113,12 +117,12 @@ class RankGroup:
             raise RanksLostError(f"a rank is gone: {type(error).__name__}") from error
         heard: list[Kind] = []
         for rank, message in enumerate(messages, 1):
-            if isinstance(message, Failed):
+            if isinstance(message, LoadFailed):
                 raise ModelLoadError(f"rank {rank}: {message.error}")
             heard.append(expect(message, kind))
         return heard
 
-    def take(self, wait: bool) -> list[Message]:
+    def take(self, wait: bool) -> list[RankMessage]:
         """What ranks have said without being waited for, or the next that one of them says."""
         try:
             ready = connection.wait(self._links, None if wait else 0)
@@ -207,21 +211,21 @@ class RankGroup:
                 )
             with contextlib.suppress(queue.Empty):
                 self._links.append(calls.get(timeout=0.2))
-        machines = [message.identity for message in self.hear(Machine)]
+        machines = [message.identity for message in self.hear(RankCalls)]
         self._links = [self._links[i] for i in side_by_side(host_identity(), machines)]
 
     def _join(self, placed: str | None) -> Ranks:
         """Make the group of all ranks."""
         by_nccl = self.device == "cuda" and not self._staged
-        place = Place(0, self.size, "nccl" if by_nccl else "gloo", self.device)
+        place = GroupPlace(0, self.size, "nccl" if by_nccl else "gloo", self.device)
         store = None
         if placed is None:
-            place = replace(place, file=str(Path(self._folder.name) / "store"))
+            place = msgspec.structs.replace(place, file=str(Path(self._folder.name) / "store"))
         else:
             host = placed.rpartition(":")[0]
             store = open_store(host, self.size)
-            place = replace(place, host=host, port=store.port)
-        self.tell_each([replace(place, rank=rank) for rank in range(1, self.size)])
+            place = msgspec.structs.replace(place, host=host, port=store.port)
+        self.tell_each([msgspec.structs.replace(place, rank=rank) for rank in range(1, self.size)])
         return join(place, store)
 
 
@@ -250,7 +254,7 @@ def side_by_side(own: str, machines: list[str]) -> list[int]:
     return sorted(range(len(machines)), key=lambda i: (machines[i] != own, machines[i]))
 
 
-def join(place: Place, store: Any = None) -> Ranks:
+def join(place: GroupPlace, store: Any = None) -> Ranks:
     """Join the group that rank 0 has described."""
     if place.device == "cuda":
         torch.cuda.set_device(place.rank % torch.cuda.device_count())
@@ -283,7 +287,7 @@ def call(address: str) -> Connection:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)  # rank 0 is not there yet
-    send(link, Machine(host_identity()))
+    send(RankCalls(host_identity()), link)
     return link
 
 
@@ -299,7 +303,7 @@ class Inbox:
     def __init__(self, connection: Connection, address: str) -> None:
         """`address` is where rank 0 was called."""
         self._connection, self._address = connection, address
-        self._messages: queue.SimpleQueue[Message | RanksLostError] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[RankMessage | RanksLostError] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -312,7 +316,7 @@ class Inbox:
             except RanksLostError as error:
                 self._messages.put(error)
 
-    def next(self) -> Message:
+    def next(self) -> RankMessage:
         """The next message; raises what it was instead of one."""
         message = self._messages.get()
         if isinstance(message, RanksLostError):

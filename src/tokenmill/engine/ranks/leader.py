@@ -7,6 +7,9 @@ each round, in which every rank runs one step, or computes its experts' part of 
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
+
+from msgspec.structs import replace
 
 from tokenmill.core.images import content_ids
 from tokenmill.core.kv import DISK
@@ -27,12 +30,11 @@ from tokenmill.core.types import (
 )
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.own_kv import RankExchange, RanksExchange
+from tokenmill.engine.ranks.own_kv import RanksExchange, answer_call, own_events
 from tokenmill.engine.ranks.rank_messages import (
-    KVNews,
-    Message,
+    EngineRound,
+    RankMessage,
     RankState,
-    Round,
     RoundOver,
     arrived,
     arrived_output,
@@ -40,80 +42,78 @@ from tokenmill.engine.ranks.rank_messages import (
     leaving,
     leaving_output,
 )
-from tokenmill.engine.ranks.rank_models import OwnModel
 from tokenmill.engine.ranks.rebalance import Rebalancer
+from tokenmill.engine.runner import ModelRunner
 from tokenmill.routing.attention_dp import ContextPolicy, Outlook, RankCaches, assign
 
 
-class LeadingEngine:
-    """The engine of rank 0, which schedules for all ranks."""
+class LeadingEngine(LanguageEngine):
+    """The engine of rank 0, whose runner has the others run every step."""
 
     def __init__(
-        self, engine: LanguageEngine, group: RankGroup, rebalancer: Rebalancer | None
+        self, group: RankGroup, rebalancer: Rebalancer | None, *parts: Any, **named: Any
     ) -> None:
-        self._engine, self._group, self._rebalancer = engine, group, rebalancer
-        self.submit, self.abort, self.has_work = engine.submit, engine.abort, engine.has_work
-        self.warm_up, self.kv = engine.warm_up, engine.kv
-        self.kv_events, self.kv_dump = engine.kv_events, engine.kv_dump
-        self.reset_prefix_cache = engine.reset_prefix_cache
-        self.costs = engine.costs
+        """`parts` and those with names are LanguageEngine's."""
+        super().__init__(*parts, **named)
+        self._group, self._rebalancer = group, rebalancer
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, hold_context: bool = False) -> list[RequestOutput]:
         """Run one batch on all ranks."""
         with self._group.together():
-            return self._engine.step()
+            return super().step(hold_context)
 
     def stats(self) -> EngineStats:
         """Return the scheduler's stats, and how balanced the experts are if they move."""
         self._group.check()
-        return with_balance(self._engine.stats(), self._rebalancer)
+        return with_balance(super().stats(), self._rebalancer)
 
 
 class OwnEngine:
     """One rank's engine of several, each with requests of its own."""
 
     def __init__(
-        self, engine: LanguageEngine, model: OwnModel, rebalancer: Rebalancer | None
+        self, engine: LanguageEngine, runner: ModelRunner, rebalancer: Rebalancer | None
     ) -> None:
-        self.engine, self._model, self._rebalancer = engine, model, rebalancer
+        self.engine, self._runner, self._rebalancer = engine, runner, rebalancer
         self._events = engine.kv_events()
-        self.kv = None if engine.kv is None else RankExchange(engine.kv)
+        self.kv = engine.kv
 
-    def round(
-        self,
-        submit: list[Request],
-        abort: list[str],
-        hold_context: bool,
-        kv_news: KVNews,
-        resets: bool,
-    ) -> list[RequestOutput]:
+    def run(self, told: EngineRound) -> list[RequestOutput]:
         """Take what is new, then one step in time with the other ranks."""
-        if resets:
+        if told.resets:
             self.engine.reset_prefix_cache()
-        for request in submit:
+        for request in told.submit:
             self.engine.submit(request)
         if self.kv is not None:
-            self.kv.take(kv_news)
-        for request_id in abort:
+            for notice in told.kv_notices:
+                self.kv.notice(notice)
+            for request_id in told.kv_releases:
+                self.kv.release(request_id)
+        for request_id in told.abort:
             self.engine.abort(request_id)
         if self._rebalancer is not None:
             self._rebalancer.turn()
-        self._model.ran = False
-        outputs = self.engine.step(hold_context)
-        if not self._model.ran:
-            self._model.assist()
+        executor = self._runner.plain
+        executor.has_met = False
+        outputs = self.engine.step(told.hold)
+        if not executor.has_met:
+            executor.assist()
         return outputs
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: RankMessage) -> RankMessage:
         """Answer rank 0: run a round, or connect to a peer or disconnect from it."""
-        if self.kv is not None and (answer := self.kv.answer(message)) is not None:
+        if self.kv is not None and (answer := answer_call(self.kv, message)) is not None:
             return answer
-        told = expect(message, Round)
-        requests = list(map(arrived, told.submit))
-        outputs = self.round(requests, told.abort, told.hold, told.kv, told.resets)
+        told = expect(message, EngineRound)
+        outputs = self.run(replace(told, submit=list(map(arrived, told.submit))))
+        return self.over(list(map(leaving_output, outputs)))
+
+    def over(self, outputs: list[RequestOutput]) -> RoundOver:
+        """What a round was here."""
         events = pack_events(self.take_events())
-        kv = None if self.kv is None else self.kv.tell()
-        return RoundOver(list(map(leaving_output, outputs)), events, self.state(), kv)
+        if self.kv is None:
+            return RoundOver(outputs, events, self.state())
+        return RoundOver(outputs, events, self.state(), own_events(self.kv), self.kv.wait_ms())
 
     def take_events(self) -> list[Event]:
         """What its prefix cache has stored and removed since the last call."""
@@ -196,26 +196,27 @@ class DataParallelEngine:
         submits, aborts = self._hand_out()
         resets, self._resets = self._resets, False
         hold = self._policy.hold(self._outlooks(submits))
-        others = range(1, self._group.size)
-        news = [KVNews()] * self._group.size if self.kv is None else self.kv.hand_out(self._rank_of)
+        news = [([], [])] * self._group.size if self.kv is None else self.kv.hand_out(self._rank_of)
+        rounds = [
+            EngineRound(requests, stopped, hold, *told, resets)
+            for requests, stopped, told in zip(submits, aborts, news, strict=True)
+        ]
         self._group.tell_each(
-            [
-                Round(list(map(leaving, submits[rank])), aborts[rank], hold, news[rank], resets)
-                for rank in others
-            ]
+            [replace(told, submit=list(map(leaving, told.submit))) for told in rounds[1:]]
         )
-        outputs = self._own.round(submits[0], aborts[0], hold, news[0], resets)
-        self._states[0] = self._own.state()
-        self._caches.apply(0, self._own.take_events())
-        if self.kv is not None and self._own.kv is not None:
-            self.kv.heard(0, self._own.kv.tell())
-        for rank, over in zip(others, self._group.hear(RoundOver), strict=True):
-            outputs += map(arrived_output, over.outputs)
-            self._states[rank] = over.state
-            self._caches.apply(rank, unpack_events(over.events))
-            if self.kv is not None and over.kv is not None:
-                self.kv.heard(rank, over.kv)
+        own = self._own.over(self._own.run(rounds[0]))
+        outputs = self._take(0, own)
+        for rank, over in enumerate(self._group.hear(RoundOver), 1):
+            outputs += map(arrived_output, self._take(rank, over))
         return outputs
+
+    def _take(self, rank: int, over: RoundOver) -> list[RequestOutput]:
+        """Note what a round was on a rank."""
+        self._states[rank] = over.state
+        self._caches.apply(rank, unpack_events(over.events))
+        if self.kv is not None and over.kv_events is not None:
+            self.kv.heard(rank, over.kv_events, over.kv_wait_ms)
+        return over.outputs
 
     def _outlooks(self, submits: list[list[Request]]) -> list[Outlook]:
         """What each rank would do in this round, its new prompts included."""

@@ -11,45 +11,25 @@ from dataclasses import replace
 
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.rank_messages import (
-    ConnectPeer,
-    DisconnectPeer,
-    KVNews,
-    KVReachable,
-    KVTold,
-    Message,
-    PeerAnswer,
-)
+from tokenmill.engine.ranks.rank_messages import CallOver, KVCall, KVReachable, RankMessage
 from tokenmill.kv.transfer import KVTransfer
 
 
-class RankExchange:
-    """One rank's side: does what rank 0 says between two steps, and tells what happened."""
-
-    def __init__(self, kv: KVTransfer) -> None:
-        self._kv = kv
-
-    def answer(self, message: Message) -> PeerAnswer | None:
-        """Connect or disconnect, where a message says that."""
-        if isinstance(message, ConnectPeer):
-            return PeerAnswer(self._kv.connect(message.peer))
-        if isinstance(message, DisconnectPeer):
-            self._kv.disconnect(message.engine_id)
-            return PeerAnswer(None)
+def answer_call(kv: KVTransfer, message: RankMessage) -> CallOver | None:
+    """Connect another rank to a peer or disconnect it, where a message says that."""
+    if not isinstance(message, KVCall):
         return None
+    if message.peer is not None:
+        return CallOver(error=kv.connect(message.peer))
+    kv.disconnect(message.engine_id)
+    return CallOver()
 
-    def take(self, news: KVNews) -> None:
-        """What the front has said of this rank's requests."""
-        for notice in news.notices:
-            self._kv.notice(notice)
-        for request_id in news.releases:
-            self._kv.release(request_id)
 
-    def tell(self) -> KVTold:
-        """What the front has to hear, and how long a rank without work may sleep."""
-        events, engine_id = self._kv.take_events(), self._kv.address.engine_id
-        events.notices = [replace(notice, engine_id=engine_id) for notice in events.notices]
-        return KVTold(events, self._kv.wait_ms())
+def own_events(kv: KVTransfer) -> KVEvents:
+    """What the front has to hear of a rank, whose notices name it."""
+    events, engine_id = kv.take_events(), kv.address.engine_id
+    events.notices = [replace(notice, engine_id=engine_id) for notice in events.notices]
+    return events
 
 
 class RanksExchange:
@@ -69,17 +49,18 @@ class RanksExchange:
 
     def connect(self, peer: KVAddress) -> str | None:
         """Let every rank be ready to read from every rank of a peer; returns why not."""
-        problems = [self._own.connect(peer), *self._ask(ConnectPeer(peer))]
+        call = KVCall("connect", "", peer.engine_id, peer)
+        problems = [self._own.connect(peer), *self._ask(call)]
         return next((problem for problem in problems if problem is not None), None)
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; requests that wait for its KV end in ERROR."""
         self._own.disconnect(engine_id)
-        self._ask(DisconnectPeer(engine_id))
+        self._ask(KVCall("disconnect", "", engine_id))
 
-    def _ask(self, message: Message) -> list[str | None]:
-        self._group.tell(message)
-        return [answer.problem for answer in self._group.hear(PeerAnswer)]
+    def _ask(self, call: KVCall) -> list[str | None]:
+        self._group.tell(call)
+        return [over.error for over in self._group.hear(CallOver)]
 
     def notice(self, notice: KVNotice) -> None:
         """Blocks of a request that waits here are ready to be read."""
@@ -107,25 +88,24 @@ class RanksExchange:
         """True while ranks have to be told something."""
         return bool(self._notices or self._releases)
 
-    def hand_out(self, rank_of: Mapping[str, int]) -> list[KVNews]:
-        """What each rank has to hear; those of requests that have ended are dropped."""
-        news = [KVNews() for _ in self._waits_ms]
+    def hand_out(self, rank_of: Mapping[str, int]) -> list[tuple[list[KVNotice], list[str]]]:
+        """What each rank has to hear; notices of requests that have ended are dropped."""
+        news: list[tuple[list[KVNotice], list[str]]] = [([], []) for _ in self._waits_ms]
         for notice in self._notices:
             if notice.request_id in rank_of:
-                news[rank_of[notice.request_id]].notices.append(notice)
+                news[rank_of[notice.request_id]][0].append(notice)
         for request_id in self._releases:
             if request_id in self._leases:
-                news[self._leases.pop(request_id)].releases.append(request_id)
+                news[self._leases.pop(request_id)][1].append(request_id)
         self._notices, self._releases = [], []
         return news
 
-    def heard(self, rank: int, told: KVTold) -> None:
+    def heard(self, rank: int, events: KVEvents, wait_ms: int | None) -> None:
         """Take what a rank has told after a round."""
-        events = told.events
         self._leases |= dict.fromkeys((notice.request_id for notice in events.notices), rank)
         for request_id in events.expired:
             self._leases.pop(request_id, None)
         self._events.notices += events.notices
         self._events.received += events.received
         self._events.expired += events.expired
-        self._waits_ms[rank] = told.wait_ms
+        self._waits_ms[rank] = wait_ms

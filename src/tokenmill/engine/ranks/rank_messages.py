@@ -6,14 +6,14 @@ Clocks of machines differ, so times travel as distances from now.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import msgspec
-import torch
 
 from tokenmill.core.config import ModelConfig, Setup
+from tokenmill.core.images import Grid
 from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
 from tokenmill.core.kv_events import PackedEvent
 from tokenmill.core.types import (
@@ -24,23 +24,32 @@ from tokenmill.core.types import (
     RequestOutput,
 )
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.kernels.attention import AttentionBatch, QueryTiles
 from tokenmill.kv.transfer import Run
 from tokenmill.parallel import Backend
 from tokenmill.routing.attention_dp import Load, Outlook
 
+
+class RankMessage(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Its class's name, then its fields in their order."""
+
+
+class CallOver(RankMessage):
+    """What rank 0 has asked for is done, or why not; answers to calls with numbers say which."""
+
+    number: int = 0
+    error: str | None = None
+
+
 # How the ranks come together.
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class RankCalls(RankMessage):
     """A rank calls rank 0 and says where it runs."""
 
     identity: str
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class GroupPlace(RankMessage):
     """A rank's place in the group, and where the group meets: at a file, or at a port of a host."""
 
     rank: int
@@ -52,111 +61,101 @@ class Place:
     port: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class EngineOrder(RankMessage):
     """What every rank is to load."""
 
     setup: Setup
     vocab: GrammarVocab | None
 
 
-@dataclass(frozen=True, slots=True)
-class NumBlocks:
+class NumBlocks(RankMessage):
     """The blocks of KV that a rank has room for; from rank 0: what all have."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A rank could not do what it was told."""
+class LoadFailed(RankMessage):
+    """A rank could not load its part."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class KVReachable:
+class KVReachable(RankMessage):
     """Where a rank's KV lies."""
 
     address: KVAddress
 
 
-# Where ranks share every token.
+class KVCall(RankMessage):
+    """Something that a rank's connector does, which a CallOver of the same number answers.
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The sizes of a step's inputs, which follow as one tensor."""
-
-    do: Literal["step", "draft"]
-    tokens: int
-    seqs: int
-    width: int  # of a block table
-    tiles: list[tuple[int, int, int, int, int]]  # sequences, tokens, splits, first and last row
-    num_sliding: int = 0  # groups of sliding layers, with slots and tables of their own
-    image_rows: int = 0  # whose places and features follow, too
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """How many rows of hidden states follow, to become logits."""
-
-    do: Literal["logits", "draft_logits"]
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVCall:
-    """Something that a rank's connector does; it answers with the same number."""
+    Ranks with KV of their own connect all their connectors.
+    """
 
     do: Literal["connect", "disconnect", "read"]
     connector: str
     engine_id: str
     peer: KVAddress | None = None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run] = []
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KVCallOver:
-    """The answer to a KVCall."""
+# Where ranks compute the same tokens.
 
-    number: int
-    error: str | None
+
+class GrownRow(msgspec.Struct, array_like=True):
+    """The blocks that a sequence got, from its block `first` on; with 0 the slot has a new one."""
+
+    slot: int
+    first: int
+    block_ids: list[int]
+    window_first: int
+    window_ids: list[int]
+    num_prompt_tokens: int
+    images: list[tuple[int, int, Grid]]  # offset and number of tokens of each
+
+
+class StepBatch(RankMessage):
+    """A step of every rank's runner."""
+
+    items: bytes  # int32 [items, fields]
+    token_ids: bytes  # int32: of each item its new tokens, the one after them, and its drafts
+    grown: list[GrownRow]
+    num_tokens: int
+    num_to_draft: int
+
+
+class LateTokens(RankMessage):
+    """So many rows of the last step were sampled after its launch; their tokens follow."""
+
+    count: int
+
+
+class CaptureGraphs(RankMessage):
+    """All ranks capture their CUDA graphs."""
+
+
+class ShortPrompts(RankMessage):
+    """Up to how many short prompts run by themselves beside so many sequences that decode."""
+
+    most: dict[int, int]
 
 
 # Where each rank has requests of its own.
 
 
-@dataclass(frozen=True, slots=True)
-class KVNews:
-    """What the front has said of a rank's requests."""
-
-    notices: list[KVNotice] = field(default_factory=list)
-    releases: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class KVTold:
-    """What the front has to hear, and how long a rank without work may sleep."""
-
-    events: KVEvents
-    wait_ms: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One step of every rank."""
+class EngineRound(RankMessage):
+    """One step of every rank's engine, and what the front has said of its requests."""
 
     submit: list[Request]
     abort: list[str]
     hold: bool
-    kv: KVNews
+    kv_notices: list[KVNotice]
+    kv_releases: list[str]
     resets: bool = False  # first forget all cached blocks
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(msgspec.Struct, array_like=True):
     """A rank after a round."""
 
     has_work: bool
@@ -165,42 +164,20 @@ class RankState:
     outlook: Outlook
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOver:
-    """What a round was on one rank."""
+class RoundOver(RankMessage):
+    """What a round was on one rank; of KV what the front has to hear."""
 
     outputs: list[RequestOutput]
     events: list[PackedEvent]
     state: RankState
-    kv: KVTold | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectPeer:
-    """Be ready to read from another engine."""
-
-    peer: KVAddress
-
-
-@dataclass(frozen=True, slots=True)
-class DisconnectPeer:
-    """Forget another engine."""
-
-    engine_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAnswer:
-    """Why a peer cannot be read from, or None."""
-
-    problem: str | None
+    kv_events: KVEvents | None = None
+    kv_wait_ms: int | None = None  # how long a rank without work may sleep
 
 
 # Where ranks divide a video.
 
 
-@dataclass(frozen=True, slots=True)
-class VideoOrder:
+class VideoOrder(RankMessage):
     """What every rank is to load."""
 
     model: ModelConfig
@@ -208,39 +185,29 @@ class VideoOrder:
     parallel: VideoParallel
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A rank has its weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitVideo:
+class SubmitVideo(RankMessage):
     """A job that all ranks have, in the same order."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class AbortVideo:
+class AbortVideo(RankMessage):
     """A job that all ranks drop."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepVideo:
+class StepVideo(RankMessage):
     """One step of every rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class VideoStepOver:
+class VideoStepOver(RankMessage):
     """A rank has done a step; so many jobs have failed on it so far."""
 
     num_failed: int
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureVideo:
+class MeasureVideo(RankMessage):
     """A video to be measured, or some of its steps."""
 
     request: Request
@@ -248,35 +215,35 @@ class MeasureVideo:
 
 
 Message = (
-    Machine | Place | Order | NumBlocks | Failed | KVReachable
-    | Step | Rows | KVCall | KVCallOver
-    | Round | RoundOver | ConnectPeer | DisconnectPeer | PeerAnswer
-    | VideoOrder | Loaded | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
+    CallOver | RankCalls | GroupPlace | EngineOrder | NumBlocks | LoadFailed | KVReachable | KVCall
+    | StepBatch | LateTokens | CaptureGraphs | ShortPrompts | EngineRound | RoundOver
+    | VideoOrder | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
 )  # fmt: skip
-Kind = TypeVar("Kind", bound=Message)
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+Kind = TypeVar("Kind", bound=RankMessage)
+_decoder = msgspec.msgpack.Decoder(Message)
 _SAME_VERSION = "all ranks need the same version of tokenmill"
 
 
-def send(connection: Connection, message: Message) -> None:
-    """Send one message; raises OSError when the other side is gone."""
-    connection.send_bytes(msgspec.msgpack.encode((type(message).__name__, message)))
+def send(message: RankMessage, *connections: Connection) -> None:
+    """Send a message; raises OSError when the other side is gone."""
+    data = msgspec.msgpack.encode(message)
+    for connection in connections:
+        connection.send_bytes(data)
 
 
-def receive(connection: Connection) -> Message:
+def receive(connection: Connection) -> RankMessage:
     """The next message. Raises EOFError or OSError when the other side is gone, and RanksLostError
     when it sends anything else."""
     data = connection.recv_bytes()
     try:
-        name, fields = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
-        message = msgspec.msgpack.decode(fields, type=_KINDS[name])
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        message: RankMessage = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         what = f"{data[:80]!r}, which is no message of this version ({type(error).__name__})"
         raise RanksLostError(f"a rank said {what}: {_SAME_VERSION}") from error
     return message
 
 
-def expect(message: Message, kind: type[Kind]) -> Kind:
+def expect(message: RankMessage, kind: type[Kind]) -> Kind:
     """The message, if it is of this type; what another process sends is not for an assertion."""
     if not isinstance(message, kind):
         what = f"{type(message).__name__} where {kind.__name__} was expected"
@@ -313,61 +280,3 @@ def arrived_output(output: RequestOutput) -> RequestOutput:
     """An output that has travelled."""
     scheduled_ns = output.scheduled_ns and output.scheduled_ns + time.monotonic_ns()
     return replace(output, scheduled_ns=scheduled_ns)
-
-
-def pack_step(
-    do: Literal["step", "draft"], token_ids: torch.Tensor, batch: AttentionBatch
-) -> tuple[Step, torch.Tensor]:
-    """A step's inputs: their sizes as a message, their values as one int32 tensor."""
-    tables = batch.block_tables[batch.table_rows]
-    parts = [token_ids, batch.positions, batch.slots, batch.query_starts, batch.context_lens]
-    parts += [tables, *(part for tiles in batch.tiles for part in (tiles.seqs, tiles.starts))]
-    for own in batch.sliding:
-        parts += [own.slots, own.block_tables[own.table_rows]]
-    tiles = [(tiles.seqs.shape[0], *_plan(tiles)) for tiles in batch.tiles]
-    num_sliding = len(batch.sliding)
-    sizes = Step(do, token_ids.shape[0], tables.shape[0], tables.shape[1], tiles, num_sliding)
-    return sizes, torch.cat([part.flatten().int() for part in parts])
-
-
-def _plan(tiles: QueryTiles) -> tuple[int, int, int, int]:
-    return tiles.tokens, tiles.splits, tiles.rows.start, tiles.rows.stop
-
-
-def step_size(sizes: Step) -> int:
-    """How many integers a step's inputs are."""
-    tiles = 2 * sum(count for count, *_ in sizes.tiles)
-    sliding = sizes.num_sliding * (sizes.tokens + sizes.seqs * sizes.width)
-    return 3 * sizes.tokens + sizes.seqs * (2 + sizes.width) + 1 + tiles + sliding
-
-
-def unpack_step(sizes: Step, flat: torch.Tensor) -> tuple[torch.Tensor, AttentionBatch]:
-    """The inverse of pack_step."""
-    tokens, seqs, width = sizes.tokens, sizes.seqs, sizes.width
-    counts = [tokens, tokens, tokens, seqs + 1, seqs, seqs * width]
-    counts += [count for count, *_ in sizes.tiles for _ in range(2)]
-    counts += [tokens, seqs * width] * sizes.num_sliding
-    ids, positions, slots, starts, contexts, tables, *rest = flat.split(counts)
-    tiles, sliding = rest[: 2 * len(sizes.tiles)], rest[2 * len(sizes.tiles) :]
-    if flat.device.type == "cpu":  # what the compiled kernels read
-        ids, positions, slots = ids.long(), positions.long(), slots.long()
-        sliding[::2] = [own.long() for own in sliding[::2]]
-    batch = AttentionBatch(
-        positions=positions,
-        slots=slots,
-        query_starts=starts,
-        context_lens=contexts,
-        block_tables=tables.view(seqs, width),
-        table_rows=torch.arange(seqs, dtype=torch.int32, device=flat.device),
-        tiles=tuple(
-            QueryTiles(seqs, starts, tokens, splits, range(start, stop))
-            for seqs, starts, (_, tokens, splits, start, stop) in zip(
-                tiles[::2], tiles[1::2], sizes.tiles, strict=True
-            )
-        ),
-    )
-    groups = tuple(
-        replace(batch, slots=own, block_tables=table.view(seqs, width))
-        for own, table in zip(sliding[::2], sliding[1::2], strict=True)
-    )
-    return ids, replace(batch, sliding=groups)

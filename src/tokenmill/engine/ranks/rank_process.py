@@ -10,48 +10,55 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from tokenmill.core.config import Setup
-from tokenmill.core.types import GrammarVocab, RanksLostError, TokenmillError
-from tokenmill.engine.build import Part, load_part, make_engine, make_rebalancer, part_graphs
+from tokenmill.core.types import RanksLostError, TokenmillError
+from tokenmill.engine.build import (
+    LoadedPart,
+    capture_graphs,
+    load_part,
+    make_engine,
+    make_rebalancer,
+    make_runner,
+    prepare_runner,
+)
 from tokenmill.engine.ranks.group import Inbox, call, join
 from tokenmill.engine.ranks.leader import OwnEngine
 from tokenmill.engine.ranks.rank_messages import (
-    Failed,
+    EngineOrder,
+    GroupPlace,
     KVReachable,
+    LoadFailed,
     NumBlocks,
-    Order,
-    Place,
     send,
 )
-from tokenmill.engine.ranks.rank_models import RANK_GONE, Follower, OwnModel, all_or_none
 from tokenmill.engine.ranks.shared_kv import RankReader
+from tokenmill.engine.ranks.step_leader import StepFollower
 from tokenmill.kv.connectors import KVLink
-from tokenmill.parallel import Ranks
+from tokenmill.parallel import RANK_GONE, Ranks, all_or_none
 
 
 def main(address: str) -> None:
     """Join rank 0, load a part of the model, and compute until rank 0 is gone."""
     connection = call(address)
     inbox = Inbox(connection, address)
-    ranks = join(inbox.next_of(Place))
-    order = inbox.next_of(Order)
-    setup = order.setup
+    ranks = join(inbox.next_of(GroupPlace))
+    order = inbox.next_of(EngineOrder)
 
     def agree(num_blocks: int) -> int:
-        send(connection, NumBlocks(num_blocks))
+        send(NumBlocks(num_blocks), connection)
         return inbox.next_of(NumBlocks).count
 
     try:
-        part = load_part(setup, ranks, agree)
+        part = load_part(order.setup, ranks, agree)
     except TokenmillError as error:
-        send(connection, Failed(str(error)))
+        send(LoadFailed(str(error)), connection)
         inbox.next()  # until rank 0 ends
         return
     try:
         with all_or_none():
-            if setup.parallel.attention_dp:
-                _run_own(setup, part, ranks, order.vocab, connection, inbox)
+            if order.setup.parallel.attention_dp:
+                _run_own(order, part, ranks, connection, inbox)
             else:
-                _follow(setup, part, ranks, connection, inbox)
+                _follow(order.setup, part, ranks, connection, inbox)
     except RanksLostError as error:
         if str(error) != RANK_GONE:
             raise
@@ -59,36 +66,34 @@ def main(address: str) -> None:
 
 
 def _follow(
-    setup: Setup, part: Part, ranks: Ranks, connection: Connection, inbox: Inbox
+    setup: Setup, part: LoadedPart, ranks: Ranks, connection: Connection, inbox: Inbox
 ) -> NoReturn:
-    """Compute this rank's part of what rank 0 does."""
-    rebalancer = make_rebalancer(setup, part, ranks)
-    reader = open_reader(setup, part, connection)
-    graphs = part_graphs(setup, part)
-    follower = Follower(part.network, part.mtp, part.kv_cache, ranks, rebalancer, reader, graphs)
+    """Run the steps of rank 0."""
+    reader, runner = open_reader(setup, part, connection), make_runner(setup, part)
+    follower = StepFollower(
+        runner, make_rebalancer(setup, part, ranks), lambda: capture_graphs(setup, part, runner)
+    )
     while True:
-        follower.follow(inbox.next())
+        message = inbox.next()
+        if reader is None or not reader.do(message):
+            follower.do(message)
 
 
 def _run_own(
-    setup: Setup,
-    part: Part,
-    ranks: Ranks,
-    vocab: GrammarVocab | None,
-    connection: Connection,
-    inbox: Inbox,
+    order: EngineOrder, part: LoadedPart, ranks: Ranks, connection: Connection, inbox: Inbox
 ) -> NoReturn:
     """Run requests of this rank's own, a step whenever rank 0 starts a round."""
-    model = OwnModel(part.network)
-    engine, _ = make_engine(setup, part, model, vocab)
-    own = OwnEngine(engine, model, make_rebalancer(setup, part, ranks))
+    setup, runner = order.setup, make_runner(order.setup, part)
+    prepare_runner(setup, part, runner)
+    engine = make_engine(setup, part, runner, order.vocab)
+    own = OwnEngine(engine, runner, make_rebalancer(setup, part, ranks))
     if engine.kv is not None:
-        send(connection, KVReachable(engine.kv.address))
+        send(KVReachable(engine.kv.address), connection)
     while True:
-        send(connection, own.answer(inbox.next()))
+        send(own.answer(inbox.next()), connection)
 
 
-def open_reader(setup: Setup, part: Part, connection: Connection) -> RankReader | None:
+def open_reader(setup: Setup, part: LoadedPart, connection: Connection) -> RankReader | None:
     """Return what moves this rank's part of the KV blocks, if the engine moves KV."""
     if not isinstance(part.link, KVLink):
         return None

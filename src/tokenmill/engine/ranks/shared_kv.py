@@ -14,12 +14,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
+import msgspec
+
 from tokenmill.core.kv import KVAddress, KVWay
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import RanksLostError
 from tokenmill.engine.model import KVCache
 from tokenmill.engine.ranks.group import RankGroup
-from tokenmill.engine.ranks.rank_messages import KVCall, KVCallOver, KVReachable, expect, send
+from tokenmill.engine.ranks.rank_messages import (
+    CallOver,
+    KVCall,
+    KVReachable,
+    RankMessage,
+    expect,
+    send,
+)
 from tokenmill.kv.connectors import KVLink
 from tokenmill.kv.transfer import KVTransfer, OwnConnector, Run, TransferError
 from tokenmill.sched.scheduler import Scheduler
@@ -62,7 +71,9 @@ class _Calls:
         """Give each other rank a message of its own."""
         self._last += 1
         call = self._open[self._last] = _Call(len(messages))
-        self._group.tell_each([replace(message, number=self._last) for message in messages])
+        self._group.tell_each(
+            [msgspec.structs.replace(message, number=self._last) for message in messages]
+        )
         return call
 
     def start_all(self, message: KVCall) -> _Call:
@@ -76,10 +87,10 @@ class _Calls:
             if not answers:
                 return False
             for answer in answers:
-                self._take(expect(answer, KVCallOver))
+                self._take(expect(answer, CallOver))
         return True
 
-    def _take(self, answer: KVCallOver) -> None:
+    def _take(self, answer: CallOver) -> None:
         call = self._open.get(answer.number)
         if call is None:
             raise RanksLostError(f"a rank answers call {answer.number}, which is not open")
@@ -152,10 +163,15 @@ class RankReader:
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, str] = {}  # the engine's id: that of its rank which is read here
         self._connection, self._lock = connection, threading.Lock()
-        send(connection, KVReachable(address))
+        send(KVReachable(address), connection)
 
-    def do(self, call: KVCall) -> None:
-        """Begin what rank 0 says; its end is told from whichever thread it comes in."""
+    def do(self, call: RankMessage) -> bool:
+        """Begin what rank 0 says, if it is about KV; its end is told from any thread."""
+        if isinstance(call, KVCall):
+            self._do(call)
+        return isinstance(call, KVCall)
+
+    def _do(self, call: KVCall) -> None:
         number, engine_id = call.number, call.engine_id
         connector = self._connectors[call.connector]
         error: str | None = None
@@ -183,4 +199,4 @@ class RankReader:
 
     def _answer(self, number: int, error: object) -> None:
         with self._lock:
-            send(self._connection, KVCallOver(number, str(error) if error else None))
+            send(CallOver(number, str(error) if error else None), self._connection)

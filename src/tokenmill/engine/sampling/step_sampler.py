@@ -13,13 +13,18 @@ from tokenmill.engine.sampling.sampler import (
     Sampler,
     grammar_masks,
 )
+from tokenmill.parallel import ONE, Ranks
 from tokenmill.sched.sequence import Batch
 
 
 class StepSampler:
-    """What all executors do after the forward pass."""
+    """What all executors do after the forward pass.
 
-    def __init__(self, builder: InputBuilder) -> None:
+    Of ranks that compute the same tokens rank 0 samples, and the others are sent its choice.
+    """
+
+    def __init__(self, builder: InputBuilder, ranks: Ranks = ONE) -> None:
+        self.ranks = ranks
         self._staging, self._device = builder.staging, builder.device
         self.on_gpu = self._device.type == "cuda"
         self.host, self.device = Sampler(), DeviceSampler()
@@ -42,13 +47,33 @@ class StepSampler:
 
         Constrained rows whose masks follow are sampled again, by sample_late().
         """
-        launched.sampled = self._sample(self.device, rows, logits, newest)
-        tokens = launched.sampled.token_ids
+        tokens = self.ranks.broadcast(self._chosen(launched, rows, logits, newest))
         if slots is not None:
             self._last_tokens.index_copy_(0, slots.long(), tokens)
-            if batch.masks_follow:
+            if batch.masks_follow and not self.ranks.rank:
                 launched.late = self._put_off(rows, logits, newest, slots, tokens)
         return tokens
+
+    def _chosen(
+        self,
+        launched: Launched,
+        rows: list[SampledRow],
+        logits: torch.Tensor,
+        newest: torch.Tensor,
+    ) -> torch.Tensor:
+        """The tokens of all rows on rank 0, int32 [rows]; room for them on others.
+
+        What fails with several ranks does so once all have done their part of the step.
+        """
+        if not self.ranks.rank:
+            try:
+                launched.sampled = self._sample(self.device, rows, logits, newest)
+                return launched.sampled.token_ids
+            except Exception as error:
+                if self.ranks.size == 1:
+                    raise
+                launched.failure = error
+        return torch.zeros(len(rows), dtype=torch.int32, device=self._device)
 
     def _sample(
         self,
@@ -99,6 +124,9 @@ class StepSampler:
         proposed: torch.Tensor | None = None,
     ) -> Launched:
         """Send tokens and drafts to the host without waiting for them."""
+        if self.ranks.rank:
+            launched.done = self.mark()
+            return launched
         launched.tokens = None if tokens is None else self.to_host(tokens)
         launched.proposed = None if proposed is None else self.to_host(proposed)
         launched.done = self.mark()
