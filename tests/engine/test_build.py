@@ -118,14 +118,13 @@ def test_graphs_that_were_not_captured_are_told(
     report = CaptureReport(planned=9, captured=1, cut_by="--graph-memory 2GiB", max_size=64)
     folder = save(make_model("llama"), tmp_path)
     told: list[str] = []
-    make = build.make_engine
+    prepare = build.prepare_runner
 
-    def make_engine(*arguments: Any) -> tuple[Any, Any]:
-        engine, runner = make(*arguments)
+    def prepare_runner(setup: Setup, part: Any, runner: Any, *arguments: Any) -> None:
+        prepare(setup, part, runner, *arguments)
         runner.decode.graphs = SimpleNamespace(report=report)
-        return engine, runner
 
-    monkeypatch.setattr(build, "make_engine", make_engine)
+    monkeypatch.setattr(build, "prepare_runner", prepare_runner)
     build_engine(
         resolve_setup(
             Setup(ModelConfig(str(folder)), CacheConfig(num_blocks=4), SchedulerConfig())
@@ -153,7 +152,9 @@ def test_narrow_models_in_fp8_say_what_it_costs(
     )
     graphs = SimpleNamespace(decode=SimpleNamespace(graphs=None))
     monkeypatch.setattr(build, "load_part", lambda *_: part)
-    monkeypatch.setattr(build, "make_engine", lambda *_: (None, graphs))
+    monkeypatch.setattr(build, "make_runner", lambda *_: graphs)
+    for name in ("make_rebalancer", "prepare_runner", "make_engine"):
+        monkeypatch.setattr(build, name, lambda *_: None)
     warnings: list[str] = []
     as_asked = replace(setup, model=replace(setup.model, dtype=dtype))  # type: ignore[arg-type]
     build_engine(as_asked, on_warning=warnings.append)
