@@ -18,7 +18,7 @@ from benchmarks.harness import Benchmark, Report
 from tokenmill import console
 from tokenmill.bench.ceiling import measure_machine
 from tokenmill.bench.commands.throughput import model_path
-from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, Machine, expert_bytes, expert_dtype
+from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, PeakRates, expert_bytes, expert_dtype
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import SchedulerConfig, Setup
 from tokenmill.core.flags import count, numbers, read_int, setting
@@ -142,7 +142,9 @@ def build(setup: Setup, options: Options) -> BuiltEngine:
     return built
 
 
-def measure(built: BuiltEngine, size: int, context: int, graphs: bool, machine: Machine) -> Report:
+def measure(
+    built: BuiltEngine, size: int, context: int, graphs: bool, machine: PeakRates
+) -> Report:
     """A step of so many sequences, and its parts on a GPU."""
     probe = DecodeProbe(built.runner, size, context)
     if graphs:
@@ -229,7 +231,7 @@ def by_part(kernels: Mapping[str, float]) -> dict[str, float]:
 
 
 def least_seconds(
-    spec: ModelSpec, dtype: str, kv_dtype: str, batch: int, context: int, machine: Machine
+    spec: ModelSpec, dtype: str, kv_dtype: str, batch: int, context: int, machine: PeakRates
 ) -> dict[str, float]:
     """The roofline of each part: arithmetic or reading, whichever takes longer."""
     seen = batch * spec.attended_positions(context + 1) - batch * spec.attended_positions(context)

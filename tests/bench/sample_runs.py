@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.bench.client.arrivals import Load
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.arrivals import ClientLoad
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import Price, summarize_point
 from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.results.reports import Facts
@@ -38,7 +38,7 @@ def page_data(text: str) -> Any:
     return json.loads(found[1])
 
 
-def records(point: int, concurrency: int, count: int, *, fails: bool = False) -> list[Record]:
+def records(point: int, concurrency: int, count: int, *, fails: bool = False) -> list[LoadRecord]:
     """Requests in `concurrency` slots, one after another; the more slots, the slower."""
     rng = random.Random(point)
     slots, found = [0.0] * concurrency, []
@@ -49,7 +49,7 @@ def records(point: int, concurrency: int, count: int, *, fails: bool = False) ->
         gaps_ns = [round(rng.gauss(9 + concurrency / 6, 1.2) * 1e6) for _ in range(NUM_TOKENS - 1)]
         first_ns = sent_ns + round(ttft_ms * 1e6)
         last_ns = first_ns + sum(gaps_ns)
-        record = Record(session, 0, sent_ns, point=point, sent_ns=sent_ns, status=200)
+        record = LoadRecord(session, 0, sent_ns, point=point, sent_ns=sent_ns, status=200)
         record.end_ns = last_ns
         slots[slot] = last_ns / 1e6 + 0.2
         if fails and session % 9 == 5:
@@ -87,12 +87,12 @@ def endpoint_run(
     price: Price | None = None,
     warnings: tuple[str, ...] = (),
     stream: bool = True,
-) -> tuple[dict[str, Any], list[Record]]:
+) -> tuple[dict[str, Any], list[LoadRecord]]:
     """A report as `bench endpoint` makes it, and its records."""
     every, points = [], []
     for index, concurrency in enumerate(concurrencies):
         found = records(index, concurrency, count, fails=fails)
-        load = Load(concurrency=concurrency, num_sessions=count)
+        load = ClientLoad(concurrency=concurrency, num_sessions=count)
         point = summarize_point(load, found, stream=stream, slo=slo, price=price)
         points.append(point | {"audit": audit_of(list(warnings))})
         every += found

@@ -11,7 +11,7 @@ from tokenmill.bench.offline import (
     measure,
     with_ceiling,
 )
-from tokenmill.bench.roofline import Machine, Roofline
+from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, make_cells, make_prompts
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import SchedulerConfig
@@ -87,6 +87,6 @@ def test_report_of_a_cell() -> None:
     prefill = cell_report(Cell.equal("prefill", 1, 2048, 1), [CellRun(2.0)])
     assert prefill["tok_s"] == 1024.0 and "ttft_ms" not in prefill
     roof = Roofline(flops=8.0, bytes_read=30.0, num_steps=3, serial_s=2.0, overlap_s=1.0)
-    full = with_ceiling(report, cell, roof, Machine({"int8": 10.0}, 100.0, 1), "int8")
+    full = with_ceiling(report, cell, roof, PeakRates({"int8": 10.0}, 100.0, 1), "int8")
     assert full["ceiling_tok_s"] == 2.0 and full["overlap_ceiling_tok_s"] == 4.0
     assert (full["share_of_ceiling"], full["mfu"], full["mbu"]) == (0.5, 0.2, 0.075)

@@ -13,8 +13,8 @@ import tokenmill.bench
 from tokenmill.bench.offline import CellRun, tokens_per_step
 from tokenmill.bench.report.throughput_report import ranks_report
 from tokenmill.bench.roofline import (
-    Machine,
-    Setup,
+    CellSetup,
+    PeakRates,
     min_decode_steps,
     min_weight_bytes,
     roofline,
@@ -50,23 +50,23 @@ def test_positions_that_are_attended_to() -> None:
 
 
 def test_prefill_is_arithmetic_alone() -> None:
-    machine = Machine({"fp32": 1e6}, read_bytes_per_s=1e-3, num_threads=1)
-    roof = roofline(Cell.equal("p", 3, 10, 1), SPEC, Setup("fp32", "fp32", **ROOMY), machine)
+    machine = PeakRates({"fp32": 1e6}, read_bytes_per_s=1e-3, num_threads=1)
+    roof = roofline(Cell.equal("p", 3, 10, 1), SPEC, CellSetup("fp32", "fp32", **ROOMY), machine)
     assert roof.flops == 3 * (10 * LAYERS + HEAD + 2 * 55 * SEEN_FLOPS)
     assert roof.serial_s == roof.overlap_s == pytest.approx(roof.flops / 1e6)
     assert roof.bytes_read == roof.num_steps == 0
 
 
 def test_attention_over_an_fp16_cache_runs_at_the_rate_of_int16() -> None:
-    machine = Machine({"int8": 4e6, "int16": 2e6}, read_bytes_per_s=1e-3, num_threads=1)
-    roof = roofline(Cell.equal("p", 1, 10, 1), SPEC, Setup("int8", "fp16", **ROOMY), machine)
+    machine = PeakRates({"int8": 4e6, "int16": 2e6}, read_bytes_per_s=1e-3, num_threads=1)
+    roof = roofline(Cell.equal("p", 1, 10, 1), SPEC, CellSetup("int8", "fp16", **ROOMY), machine)
     assert roof.serial_s == pytest.approx((10 * LAYERS + HEAD) / 4e6 + 110 * SEEN_FLOPS / 2e6)
 
 
 def test_decode_of_one_stream_reads_weights_and_cache() -> None:
     # Three steps: 1,952 weights of a byte each, and 11 + 12 + 13 positions of two layers in fp32.
-    machine = Machine({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)
-    roof = roofline(Cell.equal("s", 1, 10, 4), SPEC, Setup("int8", "fp32", **ROOMY), machine)
+    machine = PeakRates({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)
+    roof = roofline(Cell.equal("s", 1, 10, 4), SPEC, CellSetup("int8", "fp32", **ROOMY), machine)
     weights, cache = 3 * 1952, (11 + 12 + 13) * SPEC.kv_bytes_per_token(4)
     assert SPEC.kv_bytes_per_token(4) == 64
     assert roof.num_steps == 3 and roof.bytes_read == pytest.approx(weights + cache)
@@ -78,9 +78,9 @@ def test_drafts_that_came_true_save_steps() -> None:
     cell = Cell.equal("s", 1, 10, 5)
     gained = tokens_per_step(cell, [CellRun(1.0, num_accepted=2), CellRun(1.0, num_accepted=2)])
     assert gained == 2.0 and tokens_per_step(cell, [CellRun(1.0)]) == 1.0
-    machine = Machine({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)
+    machine = PeakRates({"int8": 1e30, "fp32": 1e30}, read_bytes_per_s=1e6, num_threads=1)
     plain, drafted = (
-        roofline(cell, SPEC, Setup("int8", "fp32", **ROOMY, tokens_per_step=each), machine)
+        roofline(cell, SPEC, CellSetup("int8", "fp32", **ROOMY, tokens_per_step=each), machine)
         for each in (1.0, gained)
     )
     assert (plain.num_steps, drafted.num_steps) == (4, 2) and plain.flops == drafted.flops
@@ -89,18 +89,18 @@ def test_drafts_that_came_true_save_steps() -> None:
 
 def test_serial_takes_the_longer_of_each_kind_and_overlap_of_the_sums() -> None:
     cell = Cell("m", ((10, 4), (6, 2)))
-    machine = Machine({"bf16": 1e6, "fp8": 2e6}, read_bytes_per_s=1e6, num_threads=1)
-    roof = roofline(cell, SPEC, Setup("fp8", "bf16", **ROOMY), machine)
+    machine = PeakRates({"bf16": 1e6, "fp8": 2e6}, read_bytes_per_s=1e6, num_threads=1)
+    roof = roofline(cell, SPEC, CellSetup("fp8", "bf16", **ROOMY), machine)
     seen = 2 * (11 + 12 + 13 + 7)
     prefill_s = 16 * LAYERS / 2e6 + 2 * HEAD / 1e6 + 2 * (55 + 21) * SEEN_FLOPS / 1e6
     linear_s, weights_s = 4 * (LAYERS / 2e6 + HEAD / 1e6), 3 * (1152 + 800 * 2) / 1e6
     attention_s, cache_s = seen * SEEN_FLOPS / 1e6, seen * 2 * 4 * 2 / 1e6
     assert linear_s > weights_s and attention_s > cache_s
     assert roof.serial_s == roof.overlap_s == pytest.approx(prefill_s + linear_s + attention_s)
-    slow = Machine(machine.gemm_flops, read_bytes_per_s=3e5, num_threads=1)
+    slow = PeakRates(machine.gemm_flops, read_bytes_per_s=3e5, num_threads=1)
     weights_s, cache_s = weights_s / 0.3, cache_s / 0.3
     assert linear_s < weights_s and attention_s < cache_s
-    roof = roofline(cell, SPEC, Setup("fp8", "bf16", **ROOMY), slow)
+    roof = roofline(cell, SPEC, CellSetup("fp8", "bf16", **ROOMY), slow)
     assert roof.serial_s == pytest.approx(prefill_s + weights_s + cache_s)
     assert roof.overlap_s == pytest.approx(
         max(prefill_s + linear_s + attention_s, weights_s + cache_s)
@@ -124,8 +124,8 @@ def test_bytes_of_the_weights_by_type() -> None:
 
 
 def test_a_rate_that_was_not_measured_is_the_best_of_the_others() -> None:
-    assert Machine({"bf16": 2.0}, 1.0, 1).flops_per_s("fp8") == 2.0
-    assert Machine({"bf16": 2.0, "fp8": 3.0}, 1.0, 1).flops_per_s("bf16") == 2.0
+    assert PeakRates({"bf16": 2.0}, 1.0, 1).flops_per_s("fp8") == 2.0
+    assert PeakRates({"bf16": 2.0, "fp8": 3.0}, 1.0, 1).flops_per_s("bf16") == 2.0
 
 
 def test_shipped_shapes_have_their_published_sizes() -> None:
@@ -172,8 +172,8 @@ def test_a_step_reads_the_experts_that_its_tokens_hit() -> None:
         assert step_weight_bytes(spec, "bf16", tokens) == pytest.approx(2 * (rounded + plain))
         assert step_weight_bytes(spec, "fp8", tokens) == pytest.approx(rounded + 2 * plain)
     cell = Cell.equal("m", 3, 10, 5)  # four decode steps of three tokens
-    machine = Machine({"bf16": 1e30}, read_bytes_per_s=1.0, num_threads=1)
-    roof = roofline(cell, spec, Setup("bf16", "bf16", **ROOMY), machine)
+    machine = PeakRates({"bf16": 1e30}, read_bytes_per_s=1.0, num_threads=1)
+    roof = roofline(cell, spec, CellSetup("bf16", "bf16", **ROOMY), machine)
     cache = 3 * (11 + 12 + 13 + 14) * spec.kv_bytes_per_token(2)
     assert roof.bytes_read == pytest.approx(4 * step_weight_bytes(spec, "bf16", 3) + cache)
 
@@ -184,7 +184,7 @@ def test_no_schedule_reads_fewer_weights_than_the_bound() -> None:
     for _ in range(50):
         lens = [1 + int(source.expovariate(0.2)) for _ in range(source.randrange(1, 20))]
         cell = Cell("m", tuple((5, length) for length in lens))
-        setup = Setup("bf16", "bf16", source.randrange(1, 25), 10**9)
+        setup = CellSetup("bf16", "bf16", source.randrange(1, 25), 10**9)
         waiting, running, read, steps = [length - 1 for length in lens], [], 0.0, 0
         while waiting or running:
             while waiting and len(running) < setup.max_num_seqs:
@@ -214,8 +214,8 @@ def test_a_step_of_gpt_oss(name: str, batch: int, weights_gb: float, cache_gb: f
     spec = spec_of(json.loads((folder / f"{name}.json").read_text()))
     assert step_weight_bytes(spec, "bf16", batch) / 1e9 == pytest.approx(weights_gb, abs=0.01)
     # The second token of an answer to 1,023 tokens sees 1,024, or 128 in every second layer.
-    cell, machine = Cell.equal("d", batch, 1023, 2), Machine({"bf16": 1e30}, 1.0, 1)
-    roof = roofline(cell, spec, Setup("bf16", "bf16", **ROOMY), machine)
+    cell, machine = Cell.equal("d", batch, 1023, 2), PeakRates({"bf16": 1e30}, 1.0, 1)
+    roof = roofline(cell, spec, CellSetup("bf16", "bf16", **ROOMY), machine)
     cache = roof.bytes_read - step_weight_bytes(spec, "bf16", batch)
     assert cache / 1e9 == pytest.approx(cache_gb, abs=0.01)
     entry = 2 * 8 * 64 * 2 * spec.num_layers / 2  # of one token in half of the layers
@@ -225,7 +225,7 @@ def test_a_step_of_gpt_oss(name: str, batch: int, weights_gb: float, cache_gb: f
 def test_experts_in_mxfp4_are_multiplied_in_bf16() -> None:
     folder = Path(tokenmill.bench.__file__).parent / "shapes"
     spec = spec_of(json.loads((folder / "gpt-oss-20b.json").read_text()))
-    machine = Machine({"bf16": 1e12, "fp8": 2e12, "int8": 4e12}, 1.0, 1)
+    machine = PeakRates({"bf16": 1e12, "fp8": 2e12, "int8": 4e12}, 1.0, 1)
     experts, head = 2 * 24 * 4 * 3 * 2880 * 2880, 2 * 201_088 * 2880
     others = spec.flops_per_token(0) - head - experts
     cell = Cell.equal("p", 1, 1, 1)
@@ -234,7 +234,7 @@ def test_experts_in_mxfp4_are_multiplied_in_bf16() -> None:
         ("fp8", others / 2e12 + (experts + head) / 1e12),
         ("int8", (others + experts + head) / 4e12),  # on CPU they are weights as all others
     ):
-        roof = roofline(cell, spec, Setup(dtype, dtype, **ROOMY), machine)
+        roof = roofline(cell, spec, CellSetup(dtype, dtype, **ROOMY), machine)
         assert roof.serial_s == pytest.approx(seconds, rel=1e-4)
     assert step_weight_bytes(spec, "int8", 1e9) == pytest.approx(spec.num_params() - head / 2, 1e-2)
 
@@ -250,8 +250,8 @@ def test_latent_attention_unpacks_a_prompt_once_and_the_cache_never() -> None:
 
 
 def test_figures_of_ranks_say_so_and_have_the_ceiling_of_all() -> None:
-    two = Machine({"bf16": 3.0}, 5.0, 1).times(2)
-    assert two == Machine({"bf16": 6.0}, 10.0, 1)
+    two = PeakRates({"bf16": 3.0}, 5.0, 1).times(2)
+    assert two == PeakRates({"bf16": 6.0}, 10.0, 1)
     assert ranks_report(ParallelConfig()) == {"count": 1}
     found = ranks_report(ParallelConfig(ep=2, attention_dp=True))
     assert found == {"count": 2, "ep": 2, "attention_dp": True}

@@ -11,14 +11,14 @@ import torch
 
 from tokenmill.__main__ import run
 from tokenmill.bench.commands.video import _params, figures, least_seconds
-from tokenmill.bench.roofline import Machine
+from tokenmill.bench.roofline import PeakRates
 from tokenmill.core.specs.wan import A14B
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoParams
 from tokenmill.models.wan.wan_vae import Tiles, VideoDecoder
 
 TINY = ("--random-weights", "--model", "wan-tiny", "--size", "32x16", "--frames", "5")
-FAST = Machine(gemm_flops={"bf16": 1e15, "fp8": 2e15}, read_bytes_per_s=1e13, num_threads=1)
+FAST = PeakRates(gemm_flops={"bf16": 1e15, "fp8": 2e15}, read_bytes_per_s=1e13, num_threads=1)
 JOB = Request("a", [1] * 512, video=VideoParams(negative_token_ids=(1,) * 512))
 
 

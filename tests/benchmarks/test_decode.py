@@ -9,12 +9,12 @@ import pytest
 from benchmarks.decode import BENCHMARK, by_part, least_seconds, part_of
 from benchmarks.harness import SHAPES
 from tiny_configs import write_config
-from tokenmill.bench.roofline import Machine
+from tokenmill.bench.roofline import PeakRates
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import TokenmillError
 from tokenmill.models import spec_of
 
-H200 = Machine({"bf16": 790e12, "fp8": 1480e12}, 4.2e12, 1)
+H200 = PeakRates({"bf16": 790e12, "fp8": 1480e12}, 4.2e12, 1)
 
 
 def spec(name: str) -> ModelSpec:

@@ -133,8 +133,8 @@ def test_a_ladder_goes_on_after_a_rung_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    broken = ladder.Rung("broken", "broken", {"max-model-len": 10**6})
-    mended = ladder.Rung("mended", "mended", {"max-model-len": 256})
+    broken = ladder.LadderRung("broken", "broken", {"max-model-len": 10**6})
+    mended = ladder.LadderRung("mended", "mended", {"max-model-len": 256})
     for name in ("choose", "settings_of"):
         monkeypatch.setattr(
             getattr(ladder, name), "__defaults__", ((ladder.RUNGS[0], broken, mended),)
@@ -187,10 +187,10 @@ def test_ctrl_c_reports_the_rungs_that_ran(
 ) -> None:
     figures = {"tok_s": 10.0, "ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0, "mbu": 0}
 
-    def attempt(rung: ladder.Rung, *_: Any) -> ladder.Attempt:
+    def attempt(rung: ladder.LadderRung, *_: Any) -> ladder.RungAttempt:
         if rung.key == "overlap":
             raise KeyboardInterrupt
-        return ladder.Attempt(rung, figures=figures)
+        return ladder.RungAttempt(rung, figures=figures)
 
     monkeypatch.setattr(ladder, "_attempt", attempt)
     assert run(["bench", "ladder", "--device", "cpu"]) == 1

@@ -25,7 +25,7 @@ from light_processes import light_processes
 from open_ports import descendants, elsewhere
 from tokenmill.__main__ import run
 from tokenmill.api.videos import video_server
-from tokenmill.bench.client.records import Target
+from tokenmill.bench.client.records import Endpoint
 from tokenmill.bench.mlperf import loadgen_tests
 from tokenmill.bench.mlperf.loadgen import ACCURACY
 from tokenmill.bench.mlperf.presets import WAN
@@ -202,13 +202,13 @@ def test_a_server_that_cannot_make_the_videos_is_named(
     server: str, params: VideoParams, model: str | None, quick: bool, says: str
 ) -> None:
     with pytest.raises(BenchError, match=rf"{re.escape(server)}.*{says}"):
-        check_server(Target(server, ""), fields_of("", params), model, quick)
+        check_server(Endpoint(server, ""), fields_of("", params), model, quick)
 
 
 def test_a_server_that_is_not_there_or_makes_other_videos_is_named() -> None:
     asked = fields_of("wan-tiny", VideoParams())
     with pytest.raises(BenchError, match=r"http://127.0.0.1:1/v1 does not answer: .*refused"):
-        check_server(Target("http://127.0.0.1:1/v1", ""), asked, None, True)
+        check_server(Endpoint("http://127.0.0.1:1/v1", ""), asked, None, True)
     told = asked | {"num_inference_steps": 4}
     with pytest.raises(BenchError, match=r"http://s .*: num_inference_steps 4 instead of 20"):
         check_job("http://s", asked, told)

@@ -13,7 +13,7 @@ import torch
 
 from tokenmill.bench.mlperf.submission import NO_ACCELERATOR
 from tokenmill.bench.results.manifest import cpu_name
-from tokenmill.bench.roofline import Machine
+from tokenmill.bench.roofline import PeakRates
 from tokenmill.core.installation import package_version
 from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.matmul import matmul, pack
@@ -35,7 +35,7 @@ class LinearShape(Protocol):
     def intermediate_size(self) -> int: ...
 
 
-def measure_machine(spec: LinearShape, num_threads: int, device: str) -> Machine:
+def measure_machine(spec: LinearShape, num_threads: int, device: str) -> PeakRates:
     """The CPU with as many threads as the engine uses, or the GPU."""
     rates = _measure_gpu(num_threads) if device == "cuda" else _measure_cpu(spec, num_threads)
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
@@ -82,7 +82,7 @@ def device_features(device: str) -> frozenset[str]:
     return frozenset({"cuda", "compiled"} | ({"fp8"} if fp8 else set()))
 
 
-def _measure_gpu(num_threads: int) -> Machine:
+def _measure_gpu(num_threads: int) -> PeakRates:
     """Products of 8,192 squared in bf16 and fp8, and copies, which read and write."""
     side = 8192
     a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ def _measure_gpu(num_threads: int) -> Machine:
     source = torch.empty(2**29, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     copy_s = _best_seconds([_launched(lambda: target.copy_(source))]) / LAUNCHES
-    return Machine(
+    return PeakRates(
         gemm_flops={
             name: 2.0 * side**3 * LAUNCHES / _best_seconds([_launched(product)])
             for name, product in products.items()
@@ -128,14 +128,14 @@ def _launched(run: Callable[[], object]) -> Callable[[], object]:
     return several
 
 
-def _measure_cpu(spec: LinearShape, num_threads: int) -> Machine:
+def _measure_cpu(spec: LinearShape, num_threads: int) -> PeakRates:
     """torch's thread count is put back afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         n, k = min(2 * spec.intermediate_size, 8192), spec.hidden_size
         flops = 2.0 * ROWS * n * k
-        return Machine(
+        return PeakRates(
             gemm_flops={
                 "fp32": flops / _best_seconds(_fp32_products(n, k)),
                 "int8": flops / _best_seconds(_int8_products(n, k)),

@@ -16,9 +16,9 @@ from tokenmill.core.mooncake import read_trace
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from tokenmill.bench.client.arrivals import Load
+    from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.datasets import Dataset, Synthetic
-    from tokenmill.bench.client.records import Target
+    from tokenmill.bench.client.records import Endpoint
 
 Count = Callable[[str], int]
 
@@ -32,9 +32,9 @@ SEEDS = 2**31  # that are drawn from
 MODELS_TIMEOUT_S = 10.0
 
 
-def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load]:
+def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[ClientLoad]:
     """One load per point of the sweep."""
-    from tokenmill.bench.client.arrivals import Load
+    from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.datasets import Trace
 
     num_requests, duration_s = config.num_requests, config.duration_s
@@ -52,18 +52,18 @@ def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Load
         "seed": seed,
     }
     if config.concurrency and not config.saturate:
-        return [Load(concurrency=value, **common) for value in config.concurrency]
+        return [ClientLoad(concurrency=value, **common) for value in config.concurrency]
     if isinstance(dataset, Trace):
         offsets = tuple(row.arrival_ms / 1e3 for row in dataset.rows)
-        return [Load(arrival="trace", offsets_s=offsets, **common)]
+        return [ClientLoad(arrival="trace", offsets_s=offsets, **common)]
     common |= {"arrival": config.arrival, "burst_size": config.burst_size}
     if config.saturate:
-        return [Load(concurrency=1, **common)]
+        return [ClientLoad(concurrency=1, **common)]
     if config.rate:
-        return [Load(rate=value, **common) for value in config.rate]
+        return [ClientLoad(rate=value, **common) for value in config.rate]
     if config.arrival == "burst":
-        return [Load(**common)]
-    return [Load(concurrency=DEFAULT_CONCURRENCY, **common)]
+        return [ClientLoad(**common)]
+    return [ClientLoad(concurrency=DEFAULT_CONCURRENCY, **common)]
 
 
 def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
@@ -152,17 +152,17 @@ class PromptSource:
         }
 
 
-def make_target(settings: Settings, config: EndpointConfig) -> Target:
+def make_target(settings: Settings, config: EndpointConfig) -> Endpoint:
     """The server to send to, and the fields of every request."""
     from tokenmill.bench.client.connections import route_url
-    from tokenmill.bench.client.records import Target
+    from tokenmill.bench.client.records import Endpoint
 
     key = next(iter(settings.values.get("api-key", ())), None)
     url = route_url(settings.get("url"), config.api)
     fields: dict[str, Any] = {"ignore_eos": True} if settings.values.get("ignore-eos", True) else {}
     if "temperature" in settings:
         fields["temperature"] = settings.get("temperature")
-    target = Target(
+    target = Endpoint(
         url=url,
         model=settings.values.get("model", ""),
         api=config.api,
@@ -186,7 +186,7 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     return found
 
 
-def served_models(target: Target) -> list[dict[str, Any]]:
+def served_models(target: Endpoint) -> list[dict[str, Any]]:
     """What the server's /models lists; OSError, ValueError, KeyError or TypeError without it."""
     from tokenmill.bench.client.connections import call_once
 
@@ -199,7 +199,7 @@ def _models_url(url: str) -> str:
     return url.removesuffix("/completions").removesuffix("/chat") + "/models"
 
 
-def first_model(target: Target) -> str:
+def first_model(target: Endpoint) -> str:
     """The first name of the server's /models."""
     try:
         return str(served_models(target)[0]["id"])
@@ -210,7 +210,7 @@ def first_model(target: Target) -> str:
         ) from None
 
 
-def with_template(dataset: Synthetic, target: Target) -> Synthetic:
+def with_template(dataset: Synthetic, target: Endpoint) -> Synthetic:
     """Prompts that leave room for what the server adds to each, which two calls find out."""
     from tokenmill.bench.client.datasets import words
 
@@ -231,7 +231,7 @@ def with_template(dataset: Synthetic, target: Target) -> Synthetic:
     return replace(dataset, template_tokens=short - PROBES[0])
 
 
-def _counted(target: Target, text: str) -> int:
+def _counted(target: Endpoint, text: str) -> int:
     """Tokens of the prompt by the server's usage."""
     from tokenmill.bench.client.connections import call_once
     from tokenmill.bench.client.records import request_body

@@ -13,8 +13,8 @@ from tokenmill.core.metrics import Slo
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from tokenmill.bench.client.arrivals import Load
-    from tokenmill.bench.client.saturation import Goal, Probe
+    from tokenmill.bench.client.arrivals import ClientLoad
+    from tokenmill.bench.client.saturation import Probe, SearchGoal
 
 RAMP_SHARE = 0.1  # of a point: users who all begin at once are a burst of prompts, not a load
 START = 4  # users; a knee is looked for from one user on
@@ -31,7 +31,7 @@ class Bench(Protocol):
     @property
     def interrupted(self) -> bool: ...
 
-    def measure(self, load: Load) -> PointReport: ...
+    def measure(self, load: ClientLoad) -> PointReport: ...
 
 
 def check_saturation(settings: Settings, config: EndpointConfig) -> None:
@@ -48,7 +48,7 @@ def check_saturation(settings: Settings, config: EndpointConfig) -> None:
 
 
 def search_saturation(
-    bench: Bench, base: Load, config: EndpointConfig, by_rate: bool = False
+    bench: Bench, base: ClientLoad, config: EndpointConfig, by_rate: bool = False
 ) -> SaturationReport:
     """Run points until the load is found; `base` bounds each of them."""
     from tokenmill.bench.client.saturation import Interrupted, find_saturation
@@ -74,21 +74,23 @@ def search_saturation(
     return found
 
 
-def _goal(base: Load, config: EndpointConfig, share: float | None, by_rate: bool) -> Goal:
-    from tokenmill.bench.client.saturation import Goal
+def _goal(
+    base: ClientLoad, config: EndpointConfig, share: float | None, by_rate: bool
+) -> SearchGoal:
+    from tokenmill.bench.client.saturation import SearchGoal
 
     if by_rate:
         start = config.rate[0] if config.rate else 1.0
         # Requests that are all sent within a second are a burst, not a rate.
         highest = float(base.num_sessions or HIGHEST_RATE)
-        return Goal(share, min(start, highest), start / RATE_SPAN, highest, is_whole=False)
+        return SearchGoal(share, min(start, highest), start / RATE_SPAN, highest, is_whole=False)
     start = config.concurrency[0] if config.concurrency else START if share else 1
     # More users than requests would not be that many users.
     highest = min(HIGHEST, base.num_sessions or HIGHEST)
-    return Goal(share, min(start, highest), 1, highest)
+    return SearchGoal(share, min(start, highest), 1, highest)
 
 
-def _load(base: Load, load: float, by_rate: bool) -> Load:
+def _load(base: ClientLoad, load: float, by_rate: bool) -> ClientLoad:
     if by_rate:
         return replace(base, rate=load, concurrency=None)
     ramp_s = base.ramp_s or RAMP_SHARE * (base.duration_s or 0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenmill.bench.results.reports import CellReport
-from tokenmill.bench.roofline import Machine, Roofline
+from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.metrics import RequestTimes, summarize
@@ -138,7 +138,7 @@ def tokens_per_step(cell: Cell, runs: Sequence[CellRun]) -> float:
 
 
 def with_ceiling(
-    report: CellReport, cell: Cell, roof: Roofline, machine: Machine, dtype: str
+    report: CellReport, cell: Cell, roof: Roofline, machine: PeakRates, dtype: str
 ) -> CellReport:
     """Add both bounds of the cell, and how near to the serial one the report is."""
     seconds = report["seconds"]

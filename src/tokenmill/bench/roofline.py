@@ -25,7 +25,7 @@ HEAD_DTYPE = {"fp8": "bf16"}  # the output head keeps this type; others are as t
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class PeakRates:
     """What this machine does at best, measured in the same run."""
 
     gemm_flops: dict[str, float]  # FLOP/s by compute type
@@ -38,14 +38,14 @@ class Machine:
         """The rate of a type; the best of all for one that was not measured."""
         return self.gemm_flops.get(dtype) or max(self.gemm_flops.values())
 
-    def times(self, count: int) -> Machine:
+    def times(self, count: int) -> PeakRates:
         """What so many of them do together."""
         rates = {dtype: count * flops for dtype, flops in self.gemm_flops.items()}
         return replace(self, gemm_flops=rates, read_bytes_per_s=count * self.read_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class CellSetup:
     """The types an engine computes in, and how much it can run at once."""
 
     dtype: str
@@ -66,7 +66,7 @@ class Roofline:
     overlap_s: float  # all arithmetic beside all reading
 
 
-def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roofline:
+def roofline(cell: Cell, spec: ModelSpec, setup: CellSetup, machine: PeakRates) -> Roofline:
     """Both bounds of a cell with its own lengths, each request's first token from its prefill."""
     head = 2 * spec.vocab_size * spec.hidden_size
     layers = spec.flops_per_token(0) - head
@@ -102,7 +102,7 @@ def roofline(cell: Cell, spec: ModelSpec, setup: Setup, machine: Machine) -> Roo
     )
 
 
-def _layer_seconds(spec: ModelSpec, dtype: str, machine: Machine) -> float:
+def _layer_seconds(spec: ModelSpec, dtype: str, machine: PeakRates) -> float:
     """Of the products of all layers for one token."""
     flops, experts = spec.flops_per_token(0) - 2 * spec.vocab_size * spec.hidden_size, 0
     if spec.moe is not None:
@@ -124,7 +124,7 @@ def min_decode_steps(cell: Cell, spec: ModelSpec, max_num_seqs: int, kv_tokens: 
     return max(num_decoded / max_num_seqs, max(cell.output_lens) - 1, held / kv_tokens)
 
 
-def min_weight_bytes(cell: Cell, spec: ModelSpec, setup: Setup, steps: float) -> float:
+def min_weight_bytes(cell: Cell, spec: ModelSpec, setup: CellSetup, steps: float) -> float:
     """Bytes of weights that the decode steps read at least.
 
     More tokens read more experts, but ever fewer for each: uneven steps read least. None are more

@@ -22,26 +22,28 @@ from bench.scripted_server import (
     scripted_server,
 )
 from tokenmill.bench.client import connections as client_module
-from tokenmill.bench.client.arrivals import Load
+from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.connections import Client, route_url
-from tokenmill.bench.client.records import Record, SseError, SseScanner, Target, request_body
+from tokenmill.bench.client.records import Endpoint, LoadRecord, SseError, SseScanner, request_body
 from tokenmill.bench.client.summary import summarize_point, times_of, usage_fault
 from tokenmill.bench.workload import BenchError
 from tokenmill.http_connection import ConnectionPool
 
 
-def ask(server: ScriptedServer, model: str, times: int = 1, **fields: object) -> list[Record]:
+def ask(server: ScriptedServer, model: str, times: int = 1, **fields: object) -> list[LoadRecord]:
     """So many requests, one after another on one client."""
     url = route_url(str(fields.pop("url", server.url)), "chat")
-    target = Target(url, model, keep_text=True, **fields)  # type: ignore[arg-type]
+    target = Endpoint(url, model, keep_text=True, **fields)  # type: ignore[arg-type]
     return asyncio.run(_ask(target, times))
 
 
-async def _ask(target: Target, times: int) -> list[Record]:
+async def _ask(target: Endpoint, times: int) -> list[LoadRecord]:
     client = Client(target)
     try:
         return [
-            await client.call(Record(index, 0, 0, max_tokens=64), request_body(target, "hello", 64))
+            await client.call(
+                LoadRecord(index, 0, 0, max_tokens=64), request_body(target, "hello", 64)
+            )
             for index in range(times)
         ]
     finally:
@@ -66,7 +68,7 @@ def test_stamps_are_those_of_the_server(server: ScriptedServer) -> None:
         assert len(record.gaps_ns) == NUM_TOKENS - 1
         assert sum(record.gaps_ns) == record.last_ns - record.first_ns
     assert statistics.median(errors_ms) < 5
-    point = summarize_point(Load(concurrency=1, num_sessions=12), records)
+    point = summarize_point(ClientLoad(concurrency=1, num_sessions=12), records)
     assert point["tpot_ms"]["p50"] >= NEXT_S * 1e3 - 1
     assert point["num_output_tokens"] == 12 * NUM_TOKENS and point["num_prompt_tokens"] == 12 * 7
     assert point["errors"] == {} and point["doubts"] == {}
@@ -98,7 +100,7 @@ def test_misbehaviour_has_its_class(
     records = ask(server, model, 2)
     assert [record.error for record in records] == [error] * 2
     assert detail in records[0].detail
-    point = summarize_point(Load(concurrency=1, num_sessions=2), records)
+    point = summarize_point(ClientLoad(concurrency=1, num_sessions=2), records)
     assert point["errors"] == {error: {"count": 2, "first": records[0].detail}}
     assert point["num_completed"] == 0 and point["ttft_ms"] == {}
 
@@ -128,7 +130,7 @@ def test_nobody_listens(server: ScriptedServer) -> None:
 def test_a_lie_about_usage_moves_no_rate(
     server: ScriptedServer, model: str, doubt: str, tokens: int
 ) -> None:
-    point = summarize_point(Load(concurrency=1, num_sessions=1), ask(server, model))
+    point = summarize_point(ClientLoad(concurrency=1, num_sessions=1), ask(server, model))
     assert point["doubts"][doubt]["count"] == 1
     assert point["num_output_tokens"] == tokens and point["errors"] == {}
 
@@ -140,7 +142,7 @@ def test_a_tokenizer_is_believed_over_usage(server: ScriptedServer) -> None:
     assert usage_fault(record) is None
     record.counted_tokens = 3 * NUM_TOKENS
     assert usage_fault(record) is not None
-    point = summarize_point(Load(concurrency=1, num_sessions=1), [record])
+    point = summarize_point(ClientLoad(concurrency=1, num_sessions=1), [record])
     assert point["num_output_tokens"] == 3 * NUM_TOKENS
 
 
@@ -156,7 +158,7 @@ def test_faults_of_a_stream_that_is_answered_are_doubts(server: ScriptedServer) 
     names = {"pauses": "stalled", "no-done": "no_done", "no-reason": "no_finish_reason"}
     for model, doubt in {**names, "lies-double": "tokens_per_output"}.items():
         stall_s = PAUSE_S / 2 if model == "pauses" else 60.0
-        load = Load(concurrency=1, num_sessions=1)
+        load = ClientLoad(concurrency=1, num_sessions=1)
         point = summarize_point(load, ask(server, model), stall_s=stall_s)
         assert set(point["doubts"]) == {doubt} and point["num_completed"] == 1, model
     assert summarize_point(load, ask(server, "ok"), stall_s=60.0)["doubts"] == {}
@@ -186,7 +188,7 @@ def test_a_connection_that_went_stale_is_replaced(server: ScriptedServer) -> Non
 def test_not_streamed(server: ScriptedServer) -> None:
     (record,) = ask(server, "ok", stream=False)
     assert record.error is None and record.num_outputs == 1
-    point = summarize_point(Load(concurrency=1, num_sessions=1), [record], stream=False)
+    point = summarize_point(ClientLoad(concurrency=1, num_sessions=1), [record], stream=False)
     assert "ttft_ms" not in point and point["e2e_ms"]["p50"] >= FIRST_S * 1e3 - 1
     assert point["num_output_tokens"] == NUM_TOKENS
 
@@ -238,9 +240,9 @@ def test_events_however_they_are_cut() -> None:
 
 
 def test_stale_means_used_before_and_unanswered() -> None:
-    connection = client_module.Connection()
-    client = Client(Target("http://h:1/v1/chat/completions", "ok"))
-    record = Record(0, 0, 0, error="dropped")
+    connection = client_module.ClientConnection()
+    client = Client(Endpoint("http://h:1/v1/chat/completions", "ok"))
+    record = LoadRecord(0, 0, 0, error="dropped")
     assert not client._went_stale(record, connection)
     connection.reused_ns = 1
     assert client._went_stale(record, connection)
@@ -252,8 +254,10 @@ def test_stale_means_used_before_and_unanswered() -> None:
 
 def test_a_pool_gives_the_connection_used_last() -> None:
     async def check() -> None:
-        pool: ConnectionPool[client_module.Connection] = ConnectionPool("http://h:1", stale_s=1.0)
-        first, second, old = (client_module.Connection() for _ in range(3))
+        pool: ConnectionPool[client_module.ClientConnection] = ConnectionPool(
+            "http://h:1", stale_s=1.0
+        )
+        first, second, old = (client_module.ClientConnection() for _ in range(3))
         for connection in (old, first, second):
             connection.is_open, connection.read_ns = True, time.monotonic_ns()
             pool.give(connection)

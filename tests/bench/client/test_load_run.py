@@ -24,10 +24,10 @@ from bench.scripted_server import (
 )
 from tokenmill.__main__ import run
 from tokenmill.bench.client import client_process as issue
-from tokenmill.bench.client.arrivals import Load
+from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.datasets import Synthetic
 from tokenmill.bench.client.load_run import measure_client_baseline, run_load
-from tokenmill.bench.client.records import Target
+from tokenmill.bench.client.records import Endpoint
 from tokenmill.bench.results.manifest import verify
 from tokenmill.bench.workload import BenchError
 
@@ -136,8 +136,8 @@ def test_saturation_and_the_server_beside(
 
 
 def test_a_point_can_end_with_a_whole_pass(server: ScriptedServer) -> None:
-    target = Target(server.url + "/chat/completions", "ok")
-    load = Load(concurrency=3, duration_s=0.05, pass_size=7)
+    target = Endpoint(server.url + "/chat/completions", "ok")
+    load = ClientLoad(concurrency=3, duration_s=0.05, pass_size=7)
     outcome = run_load(target, load, Synthetic(((8, 8),)), 2, num_warmup=2)
     assert sorted(record.session for record in outcome.records) == list(range(7))
     assert len(outcome.warmup) == 2 and all(r.error is None for r in outcome.warmup)
@@ -160,8 +160,8 @@ def test_no_request_is_sent_before_its_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_open_loop_sends_when_planned(server: ScriptedServer) -> None:
     """Arrivals do not wait for answers."""
-    target = Target(server.url + "/chat/completions", "ok")
-    load = Load(rate=40.0, arrival="constant", num_sessions=8)
+    target = Endpoint(server.url + "/chat/completions", "ok")
+    load = ClientLoad(rate=40.0, arrival="constant", num_sessions=8)
     outcome = run_load(target, load, Synthetic(((8, 8),)), 1)
     planned = [record.planned_ns for record in outcome.records]
     gaps = [round((b - a) / 1e6, 3) for a, b in pairwise(planned)]
@@ -171,8 +171,8 @@ def test_open_loop_sends_when_planned(server: ScriptedServer) -> None:
 
 
 def test_several_processes_share_the_load(server: ScriptedServer) -> None:
-    target = Target(server.url + "/chat/completions", "ok")
-    load = Load(concurrency=3, num_sessions=7)
+    target = Endpoint(server.url + "/chat/completions", "ok")
+    load = ClientLoad(concurrency=3, num_sessions=7)
     outcome = run_load(target, load, Synthetic(((8, 8),)), 2)
     assert sorted(record.session for record in outcome.records) == list(range(7))
     assert len(outcome.health) == 2 and all(h.wall_s > 0 for h in outcome.health)
@@ -219,21 +219,21 @@ def test_trace_goes_out_with_its_prefixes(
 
 
 @pytest.mark.parametrize(
-    "load", [Load(concurrency=1, num_sessions=1), Load(rate=9, num_sessions=1)]
+    "load", [ClientLoad(concurrency=1, num_sessions=1), ClientLoad(rate=9, num_sessions=1)]
 )
 def test_a_client_that_breaks_is_an_error(
-    server: ScriptedServer, load: Load, capfd: pytest.CaptureFixture[str]
+    server: ScriptedServer, load: ClientLoad, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(BenchError, match="a client process died"):
-        run_load(Target(server.url + "/chat/completions", "ok"), load, Broken(((8, 8),)), 1)
+        run_load(Endpoint(server.url + "/chat/completions", "ok"), load, Broken(((8, 8),)), 1)
     assert "no such session" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_floor(api: Any, stream: bool) -> None:
-    target = Target("http://127.0.0.1:9/v1", "m", api=api, stream=stream)
-    baseline = measure_client_baseline(target, Load(concurrency=4, num_sessions=1), 1)
+    target = Endpoint("http://127.0.0.1:9/v1", "m", api=api, stream=stream)
+    baseline = measure_client_baseline(target, ClientLoad(concurrency=4, num_sessions=1), 1)
     for outcome in (baseline.alone, baseline.full):
         assert outcome.records and not [r for r in outcome.records if r.error]
         assert {r.completion_tokens for r in outcome.records} == {32}

@@ -14,10 +14,10 @@ from tokenmill.__main__ import run
 from tokenmill.bench.client.datasets import (
     Dataset,
     Prompts,
+    PromptTurn,
     Shuffled,
     Synthetic,
     Trace,
-    Turn,
     find_cuts,
     first_text,
     fresh,
@@ -30,7 +30,7 @@ from tokenmill.bench.client.prefix_hits import (
     note_differences,
     prefix_hits,
 )
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.core.mooncake import TraceRequest
 
 pytestmark = pytest.mark.usefixtures("clean_folder")
@@ -48,7 +48,7 @@ def shared_words(one: str, other: str) -> int:
 
 
 def datasets() -> list[Dataset]:
-    turns = tuple(Turn(f"{SYSTEM} What is {i} plus {i}?", 4) for i in range(6))
+    turns = tuple(PromptTurn(f"{SYSTEM} What is {i} plus {i}?", 4) for i in range(6))
     rows = tuple(TraceRequest(0.0, 1000, 2, (1, 2 + i)) for i in range(6))
     prompts = Prompts(turns)
     synthetic = Synthetic(((40, 4),), prefix_len=30, num_prefixes=2)
@@ -91,7 +91,7 @@ def count_tokens(text: str) -> int:
 def test_a_salt_stands_before_an_image_that_begins_a_prompt() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,x"}}
     seen = [{"role": "user", "content": [image]}]
-    turns = (Turn("What is on the image?", 4, ("data:,x",)), Turn(seen, 4))
+    turns = (PromptTurn("What is on the image?", 4, ("data:,x",)), PromptTurn(seen, 4))
     cuts = find_cuts(turns, count_tokens)
     for data in (Prompts(turns, 5), Prompts(turns, 5, cuts)):
         for index, rest in enumerate(([{"type": "text", "text": "What is on the image?"}], [])):
@@ -108,7 +108,7 @@ def test_a_salt_changes_no_length_where_a_tokenizer_is_known() -> None:
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}],
         [{"role": "user", "content": [{"type": "text", "text": "What is on the image here?"}]}],
     ]
-    turns = tuple(Turn(content, 4) for content in contents)
+    turns = tuple(PromptTurn(content, 4) for content in contents)
     cuts = find_cuts(turns, count_tokens)
     assert all(cut.num_chars for cut in cuts)
     data = Prompts(turns, 5, cuts)
@@ -119,15 +119,18 @@ def test_a_salt_changes_no_length_where_a_tokenizer_is_known() -> None:
         if isinstance(plain, list):
             assert isinstance(salted, list) and salted[1:] == plain[1:]
             assert salted[0]["role"] == plain[0]["role"]
-    short = find_cuts((Turn("Hi"),), count_tokens)  # no room: the salt is put before
+    short = find_cuts((PromptTurn("Hi"),), count_tokens)  # no room: the salt is put before
     assert (
-        len(first_text(Prompts((Turn("Hi"),), 5, short).session(0).turns[0].content).split()) == 5
+        len(first_text(Prompts((PromptTurn("Hi"),), 5, short).session(0).turns[0].content).split())
+        == 5
     )
     assert find_cuts(turns, len) == ()  # a tokenizer of characters
 
 
-def record(session: int, tokens: int, cached: int | None = 0, turn: int = 0) -> Record:
-    return Record(session, turn, 0, prompt_tokens=tokens, completion_tokens=5, cached_tokens=cached)
+def record(session: int, tokens: int, cached: int | None = 0, turn: int = 0) -> LoadRecord:
+    return LoadRecord(
+        session, turn, 0, prompt_tokens=tokens, completion_tokens=5, cached_tokens=cached
+    )
 
 
 def test_unique_prompts_explain_the_template_alone() -> None:
@@ -157,7 +160,7 @@ def test_blocks_of_a_trace_are_explained_where_it_repeats_them() -> None:
 
 
 def test_given_prompts_explain_what_they_have_in_common() -> None:
-    turns = tuple(Turn("s" * 640 + chr(97 + i) * 640, 4) for i in range(2))
+    turns = tuple(PromptTurn("s" * 640 + chr(97 + i) * 640, 4) for i in range(2))
     records = [record(i, 320, cached=300) for i in range(4)]
     plain, salted = Prompts(turns), Prompts(turns, 1)
     warm = [record(-1, 64)]
@@ -175,7 +178,7 @@ def test_tokens_of_images_are_no_part_of_the_template() -> None:
         found.image_tokens = 60
     made = Synthetic(((30, 5),), num_images=1, image_size=(64, 64))
     assert explained_tokens(made, records) == [10, 10]
-    given = Prompts(tuple(Turn("What?", 4, (f"data:{i}" + "A" * 9000,)) for i in range(2)), 1)
+    given = Prompts(tuple(PromptTurn("What?", 4, (f"data:{i}" + "A" * 9000,)) for i in range(2)), 1)
     assert explained_tokens(given, records, [record(-1, 74)]) == [10, 10]
 
 
@@ -190,7 +193,7 @@ def test_who_tells_of_hits() -> None:
     assert prefix_hits(data, [replace_tokens(record(0, 1))]) is None
 
 
-def replace_tokens(found: Record) -> Record:
+def replace_tokens(found: LoadRecord) -> LoadRecord:
     found.prompt_tokens = None
     return found
 

@@ -8,7 +8,7 @@ import pytest
 
 from tokenmill import console
 from tokenmill.bench.client import live_progress as progress
-from tokenmill.bench.client.live_progress import Goal, plain_line, view_lines, watching
+from tokenmill.bench.client.live_progress import PointGoal, plain_line, view_lines, watching
 from tokenmill.bench.client.progress import (
     NUM_COUNTERS,
     OPEN,
@@ -54,26 +54,26 @@ def moment(seconds: float, done: int, tokens: int) -> Progress:
 
 
 def test_view() -> None:
-    lines = view_lines(Goal("concurrency 16", 400), moment(5, 50, 500), moment(10, 99, 1500))
+    lines = view_lines(PointGoal("concurrency 16", 400), moment(5, 50, 500), moment(10, 99, 1500))
     assert lines[0].startswith("concurrency 16  10.0 s  ━━━━━━━━╌")
     assert lines[0].endswith("25%, about 30 s left")
     assert lines[1] == "99 of 400 done, 1 failed, 16 in flight"
     assert lines[2] == "9.8 req/s, 200 tok/s"
     assert lines[3] == "TTFT p50 50 ms  p99 50 ms   TPOT p50 20 ms  p99 20 ms"
-    early = view_lines(Goal("trace"), Progress(0.0), Progress(0.0))
+    early = view_lines(PointGoal("trace"), Progress(0.0), Progress(0.0))
     assert early[0] == "trace  0.0 s" and early[3] == "TTFT p50 -  p99 -   TPOT p50 -  p99 -"
 
 
 def test_goal_goes_by_the_nearer_bound() -> None:
-    goal = Goal("x", 1000, 20.0)
+    goal = PointGoal("x", 1000, 20.0)
     assert goal.share_done(moment(10, 99, 0)) == 0.5
     assert goal.share_done(moment(10, 899, 0)) == 0.9
     assert goal.share_done(moment(30, 0, 0)) == 1.0
-    assert Goal("x", None, 20.0).seconds_left(Progress(5.0)) == 15
+    assert PointGoal("x", None, 20.0).seconds_left(Progress(5.0)) == 15
 
 
 def test_plain_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    with watching(Goal("x", 10)) as watch:
+    with watching(PointGoal("x", 10)) as watch:
         for seconds in (1.0, 5.0, 6.0, 10.5):
             watch(moment(seconds, round(seconds), 0))
     lines = capsys.readouterr().err.splitlines()
@@ -89,7 +89,7 @@ def test_live_view_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=100)
     monkeypatch.setattr(console, "err", terminal)
-    with watching(Goal("concurrency 4", 100)) as watch:
+    with watching(PointGoal("concurrency 4", 100)) as watch:
         watch(moment(1.0, 10, 100))
         watch(moment(9.0, 50, 500))
     assert "50 of 100 done" in written.getvalue() and progress.WINDOW_S > 0

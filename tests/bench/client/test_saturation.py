@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenmill.bench.client.saturation import Goal, Interrupted, Probe, find_saturation, wilson
+from tokenmill.bench.client.saturation import (
+    Interrupted,
+    Probe,
+    SearchGoal,
+    find_saturation,
+    wilson,
+)
 
 NUM_REQUESTS = 200
 
@@ -33,7 +39,7 @@ def server(
 def test_limit_is_found(limit: int) -> None:
     for seed in range(20):
         measure, asked = server(limit, 1e9, seed)
-        outcome = find_saturation(measure, Goal(0.99, 4))
+        outcome = find_saturation(measure, SearchGoal(0.99, 4))
         assert outcome.found is not None and outcome.above is not None
         # A little above the limit few requests are bad: what noise may hide.
         assert 0.85 * limit <= outcome.found <= max(1.08 * limit, limit), (seed, outcome)
@@ -43,7 +49,7 @@ def test_limit_is_found(limit: int) -> None:
 
 def test_limit_of_a_rate() -> None:
     measure, asked = server(7.3, 1e9)
-    goal = Goal(0.99, 1.0, lowest=0.01, is_whole=False)
+    goal = SearchGoal(0.99, 1.0, lowest=0.01, is_whole=False)
     outcome = find_saturation(measure, goal)
     assert outcome.found == pytest.approx(7.3, rel=0.06) and asked[:4] == [1, 2, 4, 8]
     measure, asked = server(0.3, 1e9)
@@ -53,11 +59,11 @@ def test_limit_of_a_rate() -> None:
 
 def test_too_much_from_the_start_and_never_too_much() -> None:
     measure, asked = server(0.5, 1e9)
-    outcome = find_saturation(measure, Goal(0.99, 4))
+    outcome = find_saturation(measure, SearchGoal(0.99, 4))
     assert outcome.found is None and outcome.stopped == "even 1 is too much"
     assert set(asked) == {4, 2, 1}
     measure, asked = server(1e9, 1e9)
-    outcome = find_saturation(measure, Goal(0.9, 4, highest=100))
+    outcome = find_saturation(measure, SearchGoal(0.9, 4, highest=100))
     assert outcome.found == 100 and asked == [4, 8, 16, 32, 64, 100]
     assert outcome.stopped == "100 is the highest load allowed, and it is good"
 
@@ -71,7 +77,7 @@ def test_a_chance_failure_is_measured_again() -> None:
         asked.append(load)
         return Probe(load, 1.0, 200, next(good, 200 if load < 16 else 0))
 
-    outcome = find_saturation(measure, Goal(0.98, 2, highest=64))
+    outcome = find_saturation(measure, SearchGoal(0.98, 2, highest=64))
     assert asked[:4] == [2, 4, 4, 8] and outcome.found is not None and outcome.found >= 8
     assert [len(t.probes) for t in outcome.tried.values()][:2] == [1, 2]
 
@@ -80,7 +86,7 @@ def test_a_chance_failure_is_measured_again() -> None:
 def test_knee_is_found(knee: int) -> None:
     for seed in range(10):
         measure, asked = server(1e9, knee, seed)
-        outcome = find_saturation(measure, Goal(None, 1))
+        outcome = find_saturation(measure, SearchGoal(None, 1))
         assert outcome.found is not None and 0.9 * knee <= outcome.found <= 1.2 * knee
         assert outcome.stopped == "two doublings in a row brought no more throughput"
         assert len(asked) <= 16
@@ -88,10 +94,10 @@ def test_knee_is_found(knee: int) -> None:
 
 def test_knee_ends_where_requests_fail() -> None:
     measure, _ = server(1e9, 1e9, breaks_at=100)
-    outcome = find_saturation(measure, Goal(None, 1))
+    outcome = find_saturation(measure, SearchGoal(None, 1))
     assert outcome.stopped == "at 128 requests fail" and outcome.found == 64
     measure, _ = server(1e9, 1e9, breaks_at=1)
-    assert find_saturation(measure, Goal(None, 1)).found is None
+    assert find_saturation(measure, SearchGoal(None, 1)).found is None
 
 
 def test_interrupt_and_client_are_told() -> None:
@@ -100,10 +106,10 @@ def test_interrupt_and_client_are_told() -> None:
             raise Interrupted
         return Probe(load, load, 10, 10, client_limited=load == 4)
 
-    outcome = find_saturation(measure, Goal(0.9, 1))
+    outcome = find_saturation(measure, SearchGoal(0.9, 1))
     assert outcome.found == 4 and outcome.stopped == "interrupted" and outcome.client_limited
     assert outcome.report()["tried"][-1]["client_limited"] is True
-    outcome = find_saturation(measure, Goal(None, 8))
+    outcome = find_saturation(measure, SearchGoal(None, 8))
     assert outcome.found is None and outcome.tried == {}
 
 

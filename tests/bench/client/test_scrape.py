@@ -9,7 +9,7 @@ import pytest
 
 from bench.scripted_server import ScriptedServer, scripted_server
 from tokenmill.api.telemetry.prometheus import ServerMetrics
-from tokenmill.bench.client.records import Record, Target
+from tokenmill.bench.client.records import Endpoint, LoadRecord
 from tokenmill.bench.client.scrape import (
     REQUESTS_DIFFER,
     RESTARTED,
@@ -136,7 +136,7 @@ def test_disagreement_is_a_doubt() -> None:
     text = "the server generated 1,000 tokens, 900 came here: does somebody else use it?"
     assert found[TOKENS_DIFFER] == {"count": 1, "first": text}
     assert set(server_doubts(server, point(1100, 10), [])) == {TOKENS_DIFFER}
-    cut = Record(0, 0, 0, max_tokens=100, num_outputs=3, error="cancelled")
+    cut = LoadRecord(0, 0, 0, max_tokens=100, num_outputs=3, error="cancelled")
     assert server_doubts(server, point(930, 9), [cut]) == {}
     assert set(server_doubts({**server, "num_output_tokens": -5}, point(9, 9), [])) == {RESTARTED}
     unknown = {"num_output_tokens": None, "num_requests": None}
@@ -157,7 +157,7 @@ def test_a_gauge_that_nobody_saw_is_unknown() -> None:
 def test_the_first_readings_come_soon() -> None:
     """A point of a third of a second is read while it runs, though readings are a second apart."""
     with scripted_server() as server:
-        target = Target(server.url + "/chat/completions", "ok")
+        target = Endpoint(server.url + "/chat/completions", "ok")
         one = Scraper(metrics_url(target.url), target)
         one.begin()
         deadline_s = time.monotonic() + 30
@@ -168,7 +168,7 @@ def test_the_first_readings_come_soon() -> None:
 
 
 def scraper(server: ScriptedServer, url: str | None = None, key: str | None = None) -> Scraper:
-    target = Target(server.url + "/chat/completions", "ok", api_key=key)
+    target = Endpoint(server.url + "/chat/completions", "ok", api_key=key)
     return Scraper(url or metrics_url(target.url), target, every_s=0.05)
 
 

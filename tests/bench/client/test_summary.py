@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from tokenmill.bench.client.arrivals import Load
+from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.audit import warnings
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import Price, parse_slo, summarize_point
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import Slo
 
 MS = 1_000_000
-LOAD = Load(concurrency=2, num_sessions=10)
+LOAD = ClientLoad(concurrency=2, num_sessions=10)
 
 
-def record(sent_ms: int, ttft_ms: int, gap_ms: int, tokens: int, **more: Any) -> Record:
+def record(sent_ms: int, ttft_ms: int, gap_ms: int, tokens: int, **more: Any) -> LoadRecord:
     """A whole answer with one token per output."""
     first_ns = (sent_ms + ttft_ms) * MS
     values: dict[str, Any] = {
@@ -34,7 +34,7 @@ def record(sent_ms: int, ttft_ms: int, gap_ms: int, tokens: int, **more: Any) ->
         "status": 200,
         "finish_reason": "length",
     }
-    return Record(0, 0, (sent_ms - 1) * MS, **(values | more))
+    return LoadRecord(0, 0, (sent_ms - 1) * MS, **(values | more))
 
 
 def test_a_point_by_hand() -> None:
@@ -42,8 +42,8 @@ def test_a_point_by_hand() -> None:
     records = [
         record(1000, 100, 10, 11),
         record(1000, 1600, 20, 21),
-        Record(2, 0, 0, sent_ns=1000 * MS, error="http_500", detail="no"),
-        Record(3, 0, 0, sent_ns=1000 * MS, error="cancelled"),
+        LoadRecord(2, 0, 0, sent_ns=1000 * MS, error="http_500", detail="no"),
+        LoadRecord(3, 0, 0, sent_ns=1000 * MS, error="cancelled"),
     ]
     slo, price = Slo(ttft_ms=500, tpot_ms=50), Price(2, 3.0)
     point = summarize_point(LOAD, records, slo=slo, price=price)
@@ -72,7 +72,7 @@ def test_published_price() -> None:
 
 
 def test_open_loads_also_count_from_the_schedule() -> None:
-    load = Load(rate=1.0, num_sessions=1)
+    load = ClientLoad(rate=1.0, num_sessions=1)
     point = summarize_point(load, [record(1000, 100, 10, 5)])
     assert point["ttft_ms"]["p50"] == 100.0 and point["ttft_from_schedule_ms"]["p50"] == 101.0
     assert "ttft_from_schedule_ms" not in summarize_point(LOAD, [record(1000, 100, 10, 5)])
@@ -92,7 +92,7 @@ def test_one_token_an_output_has_one_tpot() -> None:
     assert point["tpot_ms"] | point["tpot_n1_ms"] == point["tpot_ms"]
 
 
-def usage(outputs: int, tokens: int, size: int, **more: Any) -> Record:
+def usage(outputs: int, tokens: int, size: int, **more: Any) -> LoadRecord:
     counts = {"completion_tokens": tokens, "total_tokens": tokens + 10, "num_bytes": size}
     return record(0, 10, 5, outputs, **counts, **more)
 
@@ -108,7 +108,7 @@ def usage(outputs: int, tokens: int, size: int, **more: Any) -> Record:
         ([usage(1, 2, 9), usage(3, 6, 30)], 0),  # too short to tell
     ],
 )
-def test_a_usage_that_counts_double_is_doubted(records: list[Record], count: int) -> None:
+def test_a_usage_that_counts_double_is_doubted(records: list[LoadRecord], count: int) -> None:
     doubts = summarize_point(LOAD, records)["doubts"]
     assert doubts.get("tokens_per_output", {"count": 0})["count"] == count
 

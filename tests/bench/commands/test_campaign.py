@@ -12,7 +12,7 @@ import pytest
 from bench.sample_runs import page_data
 from bench.scripted_server import NUM_TOKENS, ScriptedServer
 from tokenmill.__main__ import run
-from tokenmill.bench.client.datasets import Prompts, Shuffled, Turn
+from tokenmill.bench.client.datasets import Prompts, PromptTurn, Shuffled
 from tokenmill.bench.commands.campaign import Campaign
 from tokenmill.bench.mlperf.endpoints_submission import (
     TEMPLATE,
@@ -140,7 +140,7 @@ def test_without_quick_the_rules_hold(server: ScriptedServer, tmp_path: Path) ->
 
 
 def test_passes_are_whole_and_in_an_order_of_their_own() -> None:
-    data = Prompts(tuple(Turn(str(number)) for number in range(20)))
+    data = Prompts(tuple(PromptTurn(str(number)) for number in range(20)))
     shuffled = Shuffled(data, 20, 586478644936801402)
     texts = [shuffled.session(index).turns[0].content for index in range(40)]
     first, second = texts[:20], texts[20:]

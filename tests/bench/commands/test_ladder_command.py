@@ -14,8 +14,8 @@ from tokenmill.bench.commands.ladder import (
     CHANGED,
     NEEDS,
     RUNGS,
-    Attempt,
-    Rung,
+    LadderRung,
+    RungAttempt,
     choose,
     ladder_rows,
     missing,
@@ -54,9 +54,9 @@ def test_rungs_of_each_device() -> None:
 def test_a_draft_is_given_to_the_rung_that_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[list[str]] = []
 
-    def noted(rung: Rung, line: list[str]) -> Attempt:
+    def noted(rung: LadderRung, line: list[str]) -> RungAttempt:
         lines.append(line)
-        return Attempt(rung)
+        return RungAttempt(rung)
 
     monkeypatch.setattr(cli, "run_rung", noted)
     values = {"draft": "head.safetensors"}
@@ -112,11 +112,11 @@ def test_price_of_a_million_tokens_by_hand() -> None:
 
 def test_rows_compare_with_the_last_and_the_first_that_ran() -> None:
     attempts = [
-        Attempt(BY_KEY["eager"], figures(100)),
-        Attempt(BY_KEY["fused"], error="boom"),
-        Attempt(BY_KEY["graphs"], skipped="needs a GPU"),
-        Attempt(BY_KEY["overlap"], figures(150)),
-        Attempt(BY_KEY["fp8"], figures(300)),
+        RungAttempt(BY_KEY["eager"], figures(100)),
+        RungAttempt(BY_KEY["fused"], error="boom"),
+        RungAttempt(BY_KEY["graphs"], skipped="needs a GPU"),
+        RungAttempt(BY_KEY["overlap"], figures(150)),
+        RungAttempt(BY_KEY["fp8"], figures(300)),
     ]
     rows = ladder_rows(attempts, usd_per_hour=3.6)
     assert [row.get("speedup") for row in rows] == [1.0, None, None, 1.5, 2.0]
@@ -137,21 +137,21 @@ def test_a_rung_is_a_process_with_one_json_line(
     report = {"cells": {"batch": {"tokenmill": figures(7)}}}
     code = f"import sys; print('half', file=sys.stderr); print({json.dumps(json.dumps(report))})"
     attempt = run_rung(RUNGS[0], script(tmp_path, code))
-    assert attempt == Attempt(RUNGS[0], figures(7))
+    assert attempt == RungAttempt(RUNGS[0], figures(7))
     assert capsys.readouterr().err == "half\n"
 
 
 def test_a_rung_that_fails_keeps_its_error_line(tmp_path: Path) -> None:
     failing = script(tmp_path, "import sys; sys.exit('error: no memory left\\n')")
-    assert run_rung(RUNGS[0], failing) == Attempt(RUNGS[0], error="no memory left")
+    assert run_rung(RUNGS[0], failing) == RungAttempt(RUNGS[0], error="no memory left")
     silent = script(tmp_path, "import sys; sys.exit(3)")
     assert run_rung(RUNGS[0], silent).error == "exit status 3"
 
 
 def test_plot_has_a_bar_for_each_rung_that_ran(tmp_path: Path) -> None:
-    odd = Rung("odd", "a < b", {})
-    attempts = [Attempt(BY_KEY["eager"], figures(100)), Attempt(odd, figures(400))]
-    rows = ladder_rows([*attempts, Attempt(BY_KEY["fp8"], skipped="needs a GPU")], 3.0)
+    odd = LadderRung("odd", "a < b", {})
+    attempts = [RungAttempt(BY_KEY["eager"], figures(100)), RungAttempt(odd, figures(400))]
+    rows = ladder_rows([*attempts, RungAttempt(BY_KEY["fp8"], skipped="needs a GPU")], 3.0)
     page = page_data(render(ladder_page("x & y", rows)))
     _, eager, second, fp8 = page["sections"][0]["blocks"][0]["rows"]
     assert page["title"] == "x & y" and (eager[0], second[0]) == ("eager torch", "a < b")

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.bench.client.connections import route_url
-from tokenmill.bench.client.records import Target, request_body
+from tokenmill.bench.client.records import Endpoint, request_body
 from tokenmill.bench.mlperf import loadgen, loadgen_tests
 from tokenmill.bench.mlperf import runs as mlperf
 from tokenmill.bench.mlperf.language import EngineLanguage
@@ -92,7 +92,7 @@ class UrlSamples:
 
     patient = False
 
-    def __init__(self, target: Target, samples: list[LanguageSample]) -> None:
+    def __init__(self, target: Endpoint, samples: list[LanguageSample]) -> None:
         self.target, self.samples = target, samples
 
     def body(self, sample: int) -> bytes:
@@ -109,7 +109,7 @@ class UrlSamples:
 def system_of(options: dict[str, Any], run: mlperf.MlperfRun, samples: list[LanguageSample]) -> Any:
     if "url" in options:
         url = route_url(options["url"], "chat")
-        target = Target(url, options["model"], keep_text=options.get("accuracy", False))
+        target = Endpoint(url, options["model"], keep_text=options.get("accuracy", False))
         served = UrlSamples(target, samples)
         return UrlUnderTest(target, served, options.get("max_in_flight", 64)), None
     nap_s = options.get("nap_s", LONGEST_NAP_S)

@@ -24,7 +24,7 @@ from tokenmill.bench.report.endpoint_report import endpoint_page
 from tokenmill.bench.report.mlperf_report import mlperf_page
 from tokenmill.bench.report.page import (
     Bar,
-    Part,
+    PagePart,
     ReportPage,
     Section,
     Table,
@@ -182,7 +182,7 @@ def test_what_the_script_computes(
 
 
 def test_whiskers_and_bars_are_drawn(browser: Browser, tmp_path: Path) -> None:
-    rows: list[list[str | Part]] = [["metric", "", "speed-up"]]
+    rows: list[list[str | PagePart]] = [["metric", "", "speed-up"]]
     rows.append(["TTFT", Bar(0.5, "7"), Whisker(2.0, [1.5, 3.0], 1.1, "good")])
     rows.append(["gone", Text("no", "bad"), Whisker(0.0, [], 6.91, "note")])
     table = Section("Rows", [Table("rows", rows)])

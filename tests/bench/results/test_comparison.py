@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from tokenmill.__main__ import run
-from tokenmill.bench.client.arrivals import Load
-from tokenmill.bench.client.records import Record, write_records
+from tokenmill.bench.client.arrivals import ClientLoad
+from tokenmill.bench.client.records import LoadRecord, write_records
 from tokenmill.bench.client.summary import Price, summarize_point
 from tokenmill.bench.report.page import Notice, Table, Whisker, render
 from tokenmill.bench.report.table_pages import comparison_page
 from tokenmill.bench.results.comparison import MIXED, UNLIKE, WORSE, compare
 from tokenmill.bench.results.reading import read_round
-from tokenmill.bench.results.result import Point, Round
+from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import summarize
 
@@ -28,7 +28,7 @@ MS = 1_000_000
 TOKENS = 16
 
 
-def synthetic_records(seed: int, ttft_ms: float, concurrency: int = 4) -> list[Record]:
+def synthetic_records(seed: int, ttft_ms: float, concurrency: int = 4) -> list[LoadRecord]:
     """Synthetic answers of a closed loop, whose waiting times come in waves."""
     rng = random.Random(seed)
     clocks, records = [0] * concurrency, []
@@ -42,7 +42,7 @@ def synthetic_records(seed: int, ttft_ms: float, concurrency: int = 4) -> list[R
         last = first + sum(gaps)
         clocks[slot] = last
         records.append(
-            Record(
+            LoadRecord(
                 *(index, 0, sent),
                 sent_ns=sent,
                 first_ns=first,
@@ -65,7 +65,7 @@ def write_result(folder: Path, seed: int, ttft_ms: float, **config: Any) -> Path
     folder.mkdir()
     records = synthetic_records(seed, ttft_ms)
     price = Price(config["gpus"], config["price_per_gpu_hour"]) if "gpus" in config else None
-    point = summarize_point(Load(concurrency=4, num_sessions=400), records, price=price)
+    point = summarize_point(ClientLoad(concurrency=4, num_sessions=400), records, price=price)
     summary = {"benchmark": "endpoint", "url": "http://x", "model": "m", "stream": True}
     summary |= {"interrupted": False, "points": [point], "config": config}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -78,7 +78,7 @@ def row(comparison: dict[str, Any], metric: str, point: int = 0) -> dict[str, An
     return next(row for row in rows if row["metric"] == metric)
 
 
-def compared(*rounds: Round, threshold: float = 0.05) -> dict[str, Any]:
+def compared(*rounds: ToolResult, threshold: float = 0.05) -> dict[str, Any]:
     found: dict[str, Any] = compare(rounds, threshold)["comparisons"][0]
     return found
 
@@ -99,9 +99,9 @@ def test_pure_noise_is_called_noise(tmp_path: Path) -> None:
     assert verdicts.count("within noise") >= 6  # of 8; 1 in 20 errs by chance
 
 
-def sampled_round(rng: np.random.Generator, size: int, correlation: float) -> Round:
+def sampled_round(rng: np.random.Generator, size: int, correlation: float) -> ToolResult:
     """A round whose latencies are those of every other: only chance makes them different."""
-    point = Point("concurrency 4", ("concurrency", 4.0))
+    point = ResultPoint("concurrency 4", ("concurrency", 4.0))
     for name, scale in (("ttft_ms", 100.0), ("tpot_ms", 10.0), ("e2e_ms", 400.0)):
         state, values = rng.normal(), []
         for noise in rng.normal(size=size):
@@ -112,7 +112,7 @@ def sampled_round(rng: np.random.Generator, size: int, correlation: float) -> Ro
     rates = rng.normal(100, 10, 40)
     point.values["output_tok_s"] = float(rates.mean())
     point.samples["output_tok_s"] = rates.tolist()
-    return Round("x", "t", [point], {})
+    return ToolResult("x", "t", [point], {})
 
 
 @pytest.mark.parametrize(("size", "correlation"), [(100, 0.8), (400, 0.0), (400, 0.9)])
@@ -186,9 +186,11 @@ def test_an_edited_summary_shows(tmp_path: Path) -> None:
         read_round(folder)
 
 
-def published(tok_s: float, gpus: int | None, usd: float | None = 3.76) -> Round:
+def published(tok_s: float, gpus: int | None, usd: float | None = 3.76) -> ToolResult:
     values = {"output_tok_s": tok_s}
-    return Round("x", "t", [Point("Server", ("scenario", "Server"), values)], {}, gpus, usd)
+    return ToolResult(
+        "x", "t", [ResultPoint("Server", ("scenario", "Server"), values)], {}, gpus, usd
+    )
 
 
 def test_published_speedup_and_price() -> None:
@@ -227,12 +229,12 @@ def test_better_here_and_worse_there_is_mixed() -> None:
     assert found["verdict"] == "mixed" and found["headline"]["worse"] == ["TTFT ms p50 0.33x"]
 
 
-def sweep(*points: tuple[str, float], **facts: float) -> Round:
+def sweep(*points: tuple[str, float], **facts: float) -> ToolResult:
     found = [
-        Point(f"{kind} {value:g}", (kind, value), {"output_tok_s": 10.0}, facts=facts)
+        ResultPoint(f"{kind} {value:g}", (kind, value), {"output_tok_s": 10.0}, facts=facts)
         for kind, value in points
     ]
-    return Round("s", "t", found, {})
+    return ToolResult("s", "t", found, {})
 
 
 def test_points_are_matched_by_load() -> None:

@@ -19,7 +19,7 @@ from tokenmill.bench.results.published_results import (
     place,
     read_table,
 )
-from tokenmill.bench.results.result import Point, Round
+from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.bench.workload import BenchError
 
 TABLE = read_table()
@@ -80,16 +80,18 @@ def test_places_by_hand() -> None:
 
 def test_a_round_is_placed_with_what_must_be_said() -> None:
     entry = choose(TABLE, "llama3.1-8b", "Server")[0]
-    points = [Point(str(n), ("concurrency", n), {"output_tok_s": 10.0 * n}) for n in (1, 2)]
-    ours = of_round(Round("x", "tokenmill", points, {}, 1), entry, 4)
+    points = [ResultPoint(str(n), ("concurrency", n), {"output_tok_s": 10.0 * n}) for n in (1, 2)]
+    ours = of_round(ToolResult("x", "tokenmill", points, {}, 1), entry, 4)
     assert (ours.result, ours.accelerators) == (20.0, 4)
     assert "the best of 2 loads" in ours.notices and "not an MLPerf run" in ours.notices[-1]
     config = {"mlperf_benchmark": "llama3.1-8b", "scenario": "Offline"}
-    offline = of_round(Round("x", "tokenmill", points[:1], config, 1), entry, None)
+    offline = of_round(ToolResult("x", "tokenmill", points[:1], config, 1), entry, None)
     assert offline.notices == ("a run of Offline, not of Server",) and offline.accelerators == 1
     with pytest.raises(BenchError, match="has no figure in Latency"):
         of_round(
-            Round("x", "t", points, {}), choose(TABLE, "wan-2.2-t2v-a14b", "SingleStream")[0], 1
+            ToolResult("x", "t", points, {}),
+            choose(TABLE, "wan-2.2-t2v-a14b", "SingleStream")[0],
+            1,
         )
 
 

@@ -15,7 +15,7 @@ Arrival = Literal["poisson", "constant", "burst", "trace"]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClientLoad:
     """One point: a fixed concurrency, or arrivals that do not wait for answers."""
 
     concurrency: int | None = None  # closed loop; None: open
@@ -62,7 +62,7 @@ def as_run(config: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> di
     return {"load": f"closed loop, concurrency {', '.join(map(str, slots))}"} | held
 
 
-def planned_times(load: Load) -> Iterator[tuple[int, float]]:
+def planned_times(load: ClientLoad) -> Iterator[tuple[int, float]]:
     """(session, seconds after the start) of every arrival of an open loop, in order."""
     times = iter(load.offsets_s) if load.arrival == "trace" else _arrivals(load)
     end_s = math.inf if load.duration_s is None else load.duration_s
@@ -70,13 +70,13 @@ def planned_times(load: Load) -> Iterator[tuple[int, float]]:
     return enumerate(itertools.takewhile(lambda t: t < end_s, bounded))
 
 
-def slot_delays(load: Load) -> list[float]:
+def slot_delays(load: ClientLoad) -> list[float]:
     """Seconds after the start at which each slot of a closed loop begins."""
     slots = load.concurrency or 0
     return [load.ramp_s * index / slots for index in range(slots)]
 
 
-def _arrivals(load: Load) -> Iterator[float]:
+def _arrivals(load: ClientLoad) -> Iterator[float]:
     if load.rate is None:
         return itertools.repeat(0.0)
     counts: Iterator[float]

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.client.arrivals import Load, planned_times, shard_slots, slot_delays
+from tokenmill.bench.client.arrivals import ClientLoad, planned_times, shard_slots, slot_delays
 from tokenmill.bench.client.connections import CANCELLED, Client
-from tokenmill.bench.client.datasets import Dataset, Message, Session, Turn
+from tokenmill.bench.client.datasets import Dataset, Message, PromptTurn, Session
 from tokenmill.bench.client.progress import DONE, FAILED, NUM_COUNTERS, OPEN, TOKENS, observe
-from tokenmill.bench.client.records import Record, Target, request_body, write_records
+from tokenmill.bench.client.records import Endpoint, LoadRecord, request_body, write_records
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.http_connection import raise_file_limit
 
@@ -31,8 +31,8 @@ STALL_S = 0.025  # a pulse so late is a stall
 class Task:
     """The work of one client process."""
 
-    target: Target
-    load: Load
+    target: Endpoint
+    load: ClientLoad
     dataset: Dataset
     shard: int
     num_shards: int
@@ -42,7 +42,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Health:
+class ClientHealth:
     """CPU time, lag and stalls of a client process, measured by itself."""
 
     cpu_s: float = 0.0
@@ -59,8 +59,8 @@ class Issuer:
     task: Task
     counters: Any  # shared with the parent: NUM_COUNTERS numbers
     tickets: Any = None  # shared by all processes where a load ends with a whole pass
-    records: list[Record] = field(default_factory=list)
-    warmup_records: list[Record] = field(default_factory=list)
+    records: list[LoadRecord] = field(default_factory=list)
+    warmup_records: list[LoadRecord] = field(default_factory=list)
     _open: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
 
@@ -149,7 +149,7 @@ class Issuer:
         for number, turn in enumerate(session.turns):
             content = self._content(session, history, turn)
             body = request_body(self.task.target, content, turn.max_tokens)
-            record = Record(index, number, planned_ns, max_tokens=turn.max_tokens)
+            record = LoadRecord(index, number, planned_ns, max_tokens=turn.max_tokens)
             await self._call(record, body)
             if record.error is not None:
                 return
@@ -157,7 +157,9 @@ class Issuer:
             if len(session.turns) > 1:
                 history += _said(turn, record)
 
-    def _content(self, session: Session, history: list[Message], turn: Turn) -> str | list[Message]:
+    def _content(
+        self, session: Session, history: list[Message], turn: PromptTurn
+    ) -> str | list[Message]:
         content = turn.content
         if isinstance(content, str) and (history or turn.images):
             return [*history, {"role": "user", "content": turn.spoken}]
@@ -165,7 +167,7 @@ class Issuer:
             return f"{session.system} {content}"
         return content
 
-    async def _call(self, record: Record, body: bytes) -> None:
+    async def _call(self, record: LoadRecord, body: bytes) -> None:
         counters = self.counters
         counters[OPEN] += 1
         self.records.append(record)
@@ -195,7 +197,7 @@ def take_ticket(tickets: Any, pass_size: int, is_over: bool) -> int | None:
         return index
 
 
-def _said(turn: Turn, record: Record) -> list[Message]:
+def _said(turn: PromptTurn, record: LoadRecord) -> list[Message]:
     content = turn.content
     asked = [{"role": "user", "content": turn.spoken}] if isinstance(content, str) else content
     return [*asked, {"role": "assistant", "content": record.text or ""}]
@@ -207,7 +209,7 @@ async def _sleep_until(planned_ns: int) -> None:
         await asyncio.sleep(left_ns / 1e9)
 
 
-async def _watch(health: Health) -> None:
+async def _watch(health: ClientHealth) -> None:
     """Note when the loop comes late to a pulse."""
     due_s = time.monotonic() + PULSE_S
     while True:
@@ -239,14 +241,14 @@ def loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-async def _run(issuer: Issuer, pipe: Pipe) -> Health:
+async def _run(issuer: Issuer, pipe: Pipe) -> ClientHealth:
     loop = asyncio.get_running_loop()
     orders: asyncio.Queue[int] = asyncio.Queue()
     loop.add_reader(pipe.fileno(), _read_order, loop, pipe, orders)
     warm = loop.create_task(issuer.warm_up())
     order = loop.create_task(orders.get())
     await asyncio.wait((warm, order), return_when=asyncio.FIRST_COMPLETED)
-    health = Health()
+    health = ClientHealth()
     if warm.done():
         warm.result()
         pipe.send("ready")
@@ -268,11 +270,11 @@ def _read_order(loop: asyncio.AbstractEventLoop, pipe: Pipe, orders: asyncio.Que
         orders.put_nowait(0)
 
 
-async def _measure(issuer: Issuer, start_ns: int, orders: asyncio.Queue[int]) -> Health:
+async def _measure(issuer: Issuer, start_ns: int, orders: asyncio.Queue[int]) -> ClientHealth:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # records live on: looking at them again costs time
-    health = Health()
+    health = ClientHealth()
     await _sleep_until(start_ns)
     cpu_s, wall_s = time.process_time(), time.monotonic()
     loop = asyncio.get_running_loop()

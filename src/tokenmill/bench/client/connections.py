@@ -16,11 +16,11 @@ from urllib.request import Request, urlopen
 from tokenmill.bench.client.records import (
     DONE,
     Chunk,
-    Record,
+    ChunkUsage,
+    Endpoint,
+    LoadRecord,
     SseError,
     SseScanner,
-    Target,
-    Usage,
     decode_chunk,
     error_text,
 )
@@ -49,7 +49,7 @@ def route_url(url: str, api: str) -> str:
 
 
 def call_once(
-    target: Target,
+    target: Endpoint,
     url: str,
     method: str = "GET",
     body: bytes | None = None,
@@ -67,10 +67,10 @@ def call_once(
 
 
 @dataclass(slots=True)
-class Exchange:
+class LoadExchange:
     """One request on its way: what has come so far, and the future that waits for the end."""
 
-    record: Record
+    record: LoadRecord
     stream: bool
     keep_text: bool
     done: asyncio.Future[None]
@@ -123,7 +123,7 @@ class Exchange:
             if choice.finish_reason is not None:
                 record.finish_reason = choice.finish_reason
 
-    def _take_usage(self, usage: Usage) -> None:
+    def _take_usage(self, usage: ChunkUsage) -> None:
         record = self.record
         record.prompt_tokens = usage.prompt_tokens
         record.completion_tokens = usage.completion_tokens
@@ -173,19 +173,19 @@ class Exchange:
             self.done.set_result(None)
 
 
-class Connection(HttpConnection):
+class ClientConnection(HttpConnection):
     """A connection to the server under test; stamps are taken when bytes leave and come."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchange: Exchange | None = None
+        self.exchange: LoadExchange | None = None
 
     @property
     def peer(self) -> tuple[str, int]:
         host, port = self.transport.get_extra_info("peername")[:2]
         return host, port
 
-    def send(self, payload: bytes, exchange: Exchange) -> None:
+    def send(self, payload: bytes, exchange: LoadExchange) -> None:
         """Stamp and write."""
         self.exchange = exchange
         exchange.record.sent_ns = time.monotonic_ns()
@@ -232,9 +232,9 @@ class Connection(HttpConnection):
 class Client:
     """Requests to one target over a pool of connections."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Endpoint) -> None:
         self._target = target
-        self._pool: ConnectionPool[Connection] = ConnectionPool(
+        self._pool: ConnectionPool[ClientConnection] = ConnectionPool(
             target.url, target.insecure, max_idle=MAX_FILES
         )
         key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
@@ -244,18 +244,18 @@ class Client:
 
     async def call(
         self,
-        record: Record,
+        record: LoadRecord,
         body: bytes,
         on_first: Callable[[], None] | None = None,
         take: Callable[[bytes], None] | None = None,
-    ) -> Record:
+    ) -> LoadRecord:
         """Send one request and wait for its end; what went wrong is in the record."""
         payload = self._head + b"%d\r\n\r\n" % len(body) + body
         target = self._target
 
-        def exchange() -> Exchange:
+        def exchange() -> LoadExchange:
             done = asyncio.get_running_loop().create_future()
-            return Exchange(record, target.stream, target.keep_text, done, on_first, take)
+            return LoadExchange(record, target.stream, target.keep_text, done, on_first, take)
 
         connection = await self._attempt(exchange(), payload, self._pool.take())
         if connection is not None and self._went_stale(record, connection):
@@ -269,19 +269,19 @@ class Client:
             *(self._connect() for _ in range(count)), return_exceptions=True
         )
         for connection in opened:
-            if isinstance(connection, Connection):
+            if isinstance(connection, ClientConnection):
                 self._pool.give(connection)
         return [error for error in opened if isinstance(error, BaseException)]
 
     def close(self) -> None:
         self._pool.close()
 
-    def _went_stale(self, record: Record, connection: Connection) -> bool:
+    def _went_stale(self, record: LoadRecord, connection: ClientConnection) -> bool:
         return record.error == DROPPED and self._pool.went_stale(connection)
 
     async def _attempt(
-        self, exchange: Exchange, payload: bytes, connection: Connection | None
-    ) -> Connection | None:
+        self, exchange: LoadExchange, payload: bytes, connection: ClientConnection | None
+    ) -> ClientConnection | None:
         if connection is None:
             try:
                 async with asyncio.timeout(self._target.timeout_s):
@@ -295,7 +295,9 @@ class Client:
             self._pool.give(connection)
         return connection
 
-    async def _exchange(self, exchange: Exchange, payload: bytes, connection: Connection) -> None:
+    async def _exchange(
+        self, exchange: LoadExchange, payload: bytes, connection: ClientConnection
+    ) -> None:
         connection.send(payload, exchange)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._target.timeout_s, connection.time_out)
@@ -310,7 +312,7 @@ class Client:
         finally:
             timer.cancel()
 
-    async def _connect(self) -> Connection:
-        connection = await self._pool.connect(Connection)
+    async def _connect(self) -> ClientConnection:
+        connection = await self._pool.connect(ClientConnection)
         self._pool.address = connection.peer  # resolve once
         return connection

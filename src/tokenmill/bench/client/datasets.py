@@ -41,7 +41,7 @@ WORDS = tuple(_COMMON.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PromptTurn:
     """One request: a text, or whole messages as a file has them."""
 
     content: str | list[Message]
@@ -66,7 +66,7 @@ class Turn:
 class Session:
     """Turns sent one after another, each with the answers before it."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[PromptTurn, ...]
     system: str = ""
 
 
@@ -164,12 +164,12 @@ class Synthetic:
         )
         return Session(turns, self._prefix(index))
 
-    def _turn(self, number: int, key: str) -> Turn:
+    def _turn(self, number: int, key: str) -> PromptTurn:
         input_len, output_len = self.lengths[number % len(self.lengths)]
         text = words(f"{key}/{self.seed}", number, input_len - self.template_tokens)
         numbers = range(number * self.num_images, (number + 1) * self.num_images)
         images = [synthetic_image(f"{key}/{self.seed}", n, self.image_size) for n in numbers]
-        return Turn(text, output_len, tuple(images))
+        return PromptTurn(text, output_len, tuple(images))
 
     def _prefix(self, index: int) -> str:
         if not self.prefix_len:
@@ -192,9 +192,9 @@ class Prompts:
     cache has them from an earlier pass, and they still share what they share in the file.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[PromptTurn, ...]
     seed: int | None = None  # of the salts; None: as the file has them
-    cuts: tuple[Cut, ...] = ()  # of each turn; without them a salt is put before
+    cuts: tuple[SaltCut, ...] = ()  # of each turn; without them a salt is put before
 
     @property
     def size(self) -> int | None:
@@ -208,7 +208,7 @@ class Prompts:
         turn = self.turns[place]
         if self.seed is None:
             return Session((turn,))
-        cut = self.cuts[place] if self.cuts else Cut()
+        cut = self.cuts[place] if self.cuts else SaltCut()
         content = salted(turn.said, f"{self.seed}/{number}", cut)
         return Session((replace(turn, content=content, images=()),))
 
@@ -226,14 +226,14 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SaltCut:
     """The beginning of a prompt that a salt replaces; if it is empty, the salt is put before it."""
 
     num_chars: int = 0
     num_words: int = SALT_WORDS  # of the salt: as many as the tokens that it replaces
 
 
-def salted(content: str | list[Message], key: str, cut: Cut) -> str | list[Message]:
+def salted(content: str | list[Message], key: str, cut: SaltCut) -> str | list[Message]:
     """The prompt with a salt at its beginning; equal beginnings get equal salts."""
     if isinstance(content, list) and (place := _image_first(content)) is not None:
         salt = words(f"salt/{key}/", 0, SALT_WORDS)
@@ -297,17 +297,17 @@ def whole_text(content: str | list[Message]) -> str:
     return content if isinstance(content, str) else "".join(map(json.dumps, content))
 
 
-def find_cuts(turns: tuple[Turn, ...], count: Callable[[str], int]) -> tuple[Cut, ...]:
+def find_cuts(turns: tuple[PromptTurn, ...], count: Callable[[str], int]) -> tuple[SaltCut, ...]:
     """Cuts at which salts keep the number of tokens; () if a word of a salt is not one token."""
     if any(count(f"{word} {word}") != 2 for word in WORDS):
         return ()
     return tuple(
-        Cut() if _image_first(turn.said) is not None else _cut(first_text(turn.content), count)
+        SaltCut() if _image_first(turn.said) is not None else _cut(first_text(turn.content), count)
         for turn in turns
     )
 
 
-def _cut(text: str, count: Callable[[str], int]) -> Cut:
+def _cut(text: str, count: Callable[[str], int]) -> SaltCut:
     for word in re.finditer(r"\S+(?= )", text[: MAX_SALT_WORDS * CHUNK]):
         end = word.end()
         num_tokens, until = count(text[:end]), end + CHUNK
@@ -315,8 +315,8 @@ def _cut(text: str, count: Callable[[str], int]) -> Cut:
             break
         salt = words("salt", 0, num_tokens)
         if num_tokens >= SALT_WORDS and count(salt + text[end:until]) == count(text[:until]):
-            return Cut(end, num_tokens)
-    return Cut()
+            return SaltCut(end, num_tokens)
+    return SaltCut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +382,7 @@ class Trace:
         row = self.rows[place]
         key = f"block/{self.seed}/{number}"  # a second pass is not the first one again
         text = " ".join(words(key, hash_id, length) for hash_id, length in self._blocks(row))
-        return Session((Turn(text, row.num_output_tokens),))
+        return Session((PromptTurn(text, row.num_output_tokens),))
 
     def warmup(self, index: int) -> Session:
         return _warmup(self.seed, index)
@@ -445,7 +445,7 @@ def _hub_rows(source: str) -> list[tuple[Any, str]]:
     return [(row, f"{source}, row {number}") for number, row in enumerate(rows)]
 
 
-def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> Turn:
+def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> PromptTurn:
     found = line if isinstance(line, dict) else {}
     content = found.get("prompt") or found.get("messages")
     limit = output_len or found.get("output_len") or found.get("max_tokens")
@@ -455,7 +455,7 @@ def _prompt(line: Any, where: str, output_len: int | None, folder: Path) -> Turn
     images = given_images(found.get("images") or found.get("image"), folder, where)
     if images and not isinstance(content, str):
         raise BenchError(f'{where}: "images" go with "prompt"; put them into "messages" as parts')
-    return Turn(content, limit, images)
+    return PromptTurn(content, limit, images)
 
 
 def _json_lines(path: Path) -> list[tuple[Any, str]]:

@@ -18,7 +18,7 @@ BAR = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class PointGoal:
     """The name of a point, and the number of requests or the time that ends it."""
 
     name: str
@@ -58,7 +58,7 @@ def plain_line(before: Progress, now: Progress) -> str:
     )
 
 
-def view_lines(goal: Goal, before: Progress, now: Progress) -> list[str]:
+def view_lines(goal: PointGoal, before: Progress, now: Progress) -> list[str]:
     """The live view."""
     requests_s, tok_s = rates(before, now)
     share, left_s = goal.share_done(now), goal.seconds_left(now)
@@ -99,7 +99,7 @@ def line_watch() -> Watch:
 
 
 @contextmanager
-def watching(goal: Goal) -> Iterator[Watch]:
+def watching(goal: PointGoal) -> Iterator[Watch]:
     """The function that shows the progress, called a few times a second."""
     if not console.err.is_terminal:
         yield line_watch()

@@ -15,13 +15,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.client.arrivals import Load
-from tokenmill.bench.client.client_process import Health, Task, run_process
+from tokenmill.bench.client.arrivals import ClientLoad
+from tokenmill.bench.client.client_process import ClientHealth, Task, run_process
 from tokenmill.bench.client.connections import route_url
 from tokenmill.bench.client.datasets import Dataset, Synthetic
 from tokenmill.bench.client.null_server import NUM_TOKENS, run_null_server
 from tokenmill.bench.client.progress import NUM_COUNTERS, Progress
-from tokenmill.bench.client.records import Record, Target, read_records
+from tokenmill.bench.client.records import Endpoint, LoadRecord, read_records
 from tokenmill.bench.workload import BenchError
 
 Watch = Callable[[Progress], None]
@@ -39,11 +39,11 @@ _SPAWN = multiprocessing.get_context("spawn")
 class Run:
     """The records of one point; `interrupted` is True after Ctrl-C."""
 
-    load: Load
-    records: list[Record]
-    health: list[Health]
+    load: ClientLoad
+    records: list[LoadRecord]
+    health: list[ClientHealth]
     interrupted: bool = False
-    warmup: Sequence[Record] = ()
+    warmup: Sequence[LoadRecord] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ClientBaseline:
     full: Run
 
 
-def choose_processes(load: Load, num_cpus: int | None = None) -> int:
+def choose_processes(load: ClientLoad, num_cpus: int | None = None) -> int:
     """The number of client processes that the load needs, at most half of the cores."""
     cpus = num_cpus or len(os.sched_getaffinity(0))
     slots = (load.concurrency or 0) / SLOTS_PER_PROCESS
@@ -63,8 +63,8 @@ def choose_processes(load: Load, num_cpus: int | None = None) -> int:
 
 
 def run_load(
-    target: Target,
-    load: Load,
+    target: Endpoint,
+    load: ClientLoad,
     dataset: Dataset,
     num_processes: int,
     num_warmup: int = 0,
@@ -97,7 +97,7 @@ def run_load(
     return Run(load, records, health, interrupted, warmup)
 
 
-def _read_all(paths: Iterable[Path]) -> list[Record]:
+def _read_all(paths: Iterable[Path]) -> list[LoadRecord]:
     """The records of all processes in the order of sending."""
     records = [record for path in paths if path.exists() for record in read_records(path)]
     return sorted(records, key=lambda record: record.sent_ns or record.planned_ns)
@@ -144,14 +144,14 @@ class ClientProcesses:
             left = [pipe for pipe in left if pipe not in ready]
             watch(Progress.read((time.monotonic_ns() - start_ns) / 1e9, self._counters))
 
-    def health(self) -> list[Health]:
+    def health(self) -> list[ClientHealth]:
         """The health that each process reports at its end."""
         found = []
         for pipe in self._pipes:
             answer = self._receive(pipe)
             if answer == "ready":  # stopped before the start
                 answer = self._receive(pipe)
-            found.append(Health(*answer))
+            found.append(ClientHealth(*answer))
         return found
 
     def _receive(self, pipe: Pipe) -> Any:
@@ -184,14 +184,16 @@ def null_server(api: str, stream: bool) -> Iterator[str]:
         process.join(STOP_S)
 
 
-def measure_client_baseline(target: Target, load: Load, num_processes: int) -> ClientBaseline:
+def measure_client_baseline(
+    target: Endpoint, load: ClientLoad, num_processes: int
+) -> ClientBaseline:
     """The same client with the same number of processes against the null server."""
     slots = min(load.concurrency or AUDIT_SLOTS, AUDIT_SLOTS)
     dataset = Synthetic(((128, NUM_TOKENS),))
     with null_server(target.api, target.stream) as url:
         null = replace(target, url=route_url(url, target.api), api_key=None, keep_text=False)
         # By count: a busy machine may give no request to a short time.
-        alone = run_load(null, Load(concurrency=1, num_sessions=AUDIT_ALONE), dataset, 1, 1)
-        many = Load(concurrency=max(slots, num_processes), duration_s=AUDIT_FULL_S)
+        alone = run_load(null, ClientLoad(concurrency=1, num_sessions=AUDIT_ALONE), dataset, 1, 1)
+        many = ClientLoad(concurrency=max(slots, num_processes), duration_s=AUDIT_FULL_S)
         full = run_load(null, many, dataset, num_processes, slots)
     return ClientBaseline(alone, full)

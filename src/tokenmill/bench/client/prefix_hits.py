@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from tokenmill.bench.client.datasets import Dataset, Synthetic
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.results.reports import HitsReport, Occurrence, PointReport
 
 UNEXPLAINED, DIFFER = "prefix_hits_unexplained", "prefix_hits_differ"
@@ -20,8 +20,8 @@ APART = 0.1  # of the prompt tokens, by which hits of points that are compared m
 
 def prefix_hits(
     dataset: Dataset,
-    records: Sequence[Record],
-    warmup: Sequence[Record] = (),
+    records: Sequence[LoadRecord],
+    warmup: Sequence[LoadRecord] = (),
     server_share: float | None = None,
 ) -> HitsReport | None:
     """Shares of the prompt tokens, by usage or else by the server's counters; None: no usage."""
@@ -45,7 +45,7 @@ def prefix_hits(
 
 
 def explained_tokens(
-    dataset: Dataset, records: Sequence[Record], warmup: Sequence[Record] = ()
+    dataset: Dataset, records: Sequence[LoadRecord], warmup: Sequence[LoadRecord] = ()
 ) -> list[float]:
     """Prompt tokens of each complete answer that a perfect, initially empty cache would have.
 
@@ -68,7 +68,7 @@ def explained_tokens(
 
 
 def _template_tokens(
-    dataset: Dataset, records: Sequence[Record], warmup: Sequence[Record]
+    dataset: Dataset, records: Sequence[LoadRecord], warmup: Sequence[LoadRecord]
 ) -> float:
     """Tokens around a prompt's own, at most: no request has more beside its own text."""
     bounds = [
@@ -82,11 +82,11 @@ def _template_tokens(
     return min((bound for bound in bounds if bound >= 0), default=0.0)
 
 
-def _text_tokens(record: Record) -> int:
+def _text_tokens(record: LoadRecord) -> int:
     return (record.prompt_tokens or 0) - (record.image_tokens or 0)
 
 
-def asked_tokens(dataset: Dataset, records: Sequence[Record]) -> int | None:
+def asked_tokens(dataset: Dataset, records: Sequence[LoadRecord]) -> int | None:
     """Of the prompts that were answered; None where the data are texts, not lengths."""
     if dataset.units_per_token != 1:
         return None
@@ -99,7 +99,7 @@ def _length(dataset: Dataset, session: int) -> int:
     return sum(length for _, length in dataset.parts(session))
 
 
-def _seen_in_warmup(dataset: Dataset, warmup: Sequence[Record]) -> set[int]:
+def _seen_in_warmup(dataset: Dataset, warmup: Sequence[LoadRecord]) -> set[int]:
     """Warm-ups that are as the measured sessions have all parts in common but their own, last."""
     seen: set[int] = set()
     if dataset.warmup_words is None:

@@ -32,7 +32,7 @@ class Delta(msgspec.Struct, gc=False):
     tool_calls: Any = None
 
 
-class Choice(msgspec.Struct, gc=False):
+class ChunkChoice(msgspec.Struct, gc=False):
     """A choice of a chat or of a completion, whole or in part."""
 
     delta: Delta | None = None
@@ -58,7 +58,7 @@ class PromptDetails(msgspec.Struct, gc=False):
     image_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, gc=False):
+class ChunkUsage(msgspec.Struct, gc=False):
     """Tokens as the server counts them."""
 
     prompt_tokens: int
@@ -70,12 +70,12 @@ class Usage(msgspec.Struct, gc=False):
 class Chunk(msgspec.Struct, gc=False):
     """The data of one event, or a whole answer."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: Any = None
 
 
-class Record(msgspec.Struct, gc=False):
+class LoadRecord(msgspec.Struct, gc=False):
     """All that is known of one request; times in ns of the monotonic clock."""
 
     session: int
@@ -106,7 +106,7 @@ class Record(msgspec.Struct, gc=False):
 
 
 _decode_chunk = msgspec.json.Decoder(Chunk).decode
-_decode_record = msgspec.json.Decoder(Record).decode
+_decode_record = msgspec.json.Decoder(LoadRecord).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -161,7 +161,7 @@ def _data_of(event: bytes) -> bytes | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """The endpoint and what every request says to it."""
 
     url: str  # of the route
@@ -176,7 +176,7 @@ class Target:
 
 
 def request_body(
-    target: Target, content: str | Sequence[Message] | Sequence[int], max_tokens: int | None
+    target: Endpoint, content: str | Sequence[Message] | Sequence[int], max_tokens: int | None
 ) -> bytes:
     """The JSON of one request; a prompt may be token ids where the route is completions."""
     body: dict[str, Any] = {"model": target.model}
@@ -193,14 +193,14 @@ def request_body(
     return _encode(body | target.fields)
 
 
-def write_records(path: Path, records: Iterable[Record]) -> None:
+def write_records(path: Path, records: Iterable[LoadRecord]) -> None:
     """One JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.writelines(_encode(record) + b"\n" for record in records)
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[LoadRecord]:
     """What `write_records` wrote."""
     with path.open("rb") as file:
         return [_decode_record(line) for line in file]

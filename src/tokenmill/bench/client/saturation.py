@@ -32,7 +32,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class SearchGoal:
     """The goal of a search: `share` of the requests must be good; None: the knee of throughput."""
 
     share: float | None = None
@@ -70,7 +70,7 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SearchOutcome:
     """`found` is None where even the lowest load was too much; `stopped` says why it ended."""
 
     found: float | None
@@ -113,7 +113,7 @@ class Interrupted(Exception):
     """Raised by `measure` to end the search with what there is."""
 
 
-def find_saturation(measure: Callable[[float], Probe], goal: Goal) -> Outcome:
+def find_saturation(measure: Callable[[float], Probe], goal: SearchGoal) -> SearchOutcome:
     """The load that `goal` asks for."""
     search = _Search(measure, goal)
     try:
@@ -124,7 +124,7 @@ def find_saturation(measure: Callable[[float], Probe], goal: Goal) -> Outcome:
 
 
 class _Search:
-    def __init__(self, measure: Callable[[float], Probe], goal: Goal) -> None:
+    def __init__(self, measure: Callable[[float], Probe], goal: SearchGoal) -> None:
         self._measure = measure
         self._goal = goal
         self._tried: dict[float, Tried] = {}
@@ -183,7 +183,7 @@ class _Search:
                 return f"{load:g} is the highest load allowed{grows}"
             load = min(2 * load, self._goal.highest)
 
-    def outcome(self, stopped: str) -> Outcome:
+    def outcome(self, stopped: str) -> SearchOutcome:
         """With the client's part: it counts at the load found and at the next one tried."""
         found, above = self._bracket()
         if self._goal.share is None and found is not None:
@@ -192,7 +192,7 @@ class _Search:
         limited = any(
             self._tried[load].client_limited for load in (found, above) if load is not None
         )
-        return Outcome(found, stopped, above, limited, dict(sorted(self._tried.items())))
+        return SearchOutcome(found, stopped, above, limited, dict(sorted(self._tried.items())))
 
     def _probe(self, load: float) -> None:
         self._num_probes += 1

@@ -14,7 +14,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from tokenmill.bench.client.connections import call_once
-from tokenmill.bench.client.records import Record, Target
+from tokenmill.bench.client.records import Endpoint, LoadRecord
 from tokenmill.bench.results.reports import Occurrence, PointReport, ServerReport
 
 EVERY_S, TIMEOUT_S = 1.0, 5.0
@@ -141,7 +141,7 @@ class Scraper:
     """Reads a server's metrics during one point after another."""
 
     url: str
-    target: Target
+    target: Endpoint
     every_s: float = EVERY_S
     fault: str | None = None  # why there is nothing to read
     num_during: int = 0  # readings of the last point between its first and its end
@@ -254,7 +254,7 @@ def server_report(readings: Sequence[Reading], num_during: int | None = None) ->
 
 
 def server_doubts(
-    server: ServerReport, point: PointReport, records: Sequence[Record]
+    server: ServerReport, point: PointReport, records: Sequence[LoadRecord]
 ) -> dict[str, Occurrence]:
     """Doubts where the server's counts differ from the client's: {class: {count, first}}.
 

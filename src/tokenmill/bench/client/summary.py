@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.bench.client.arrivals import Load
+from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.connections import CANCELLED
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.results.reports import (
     GoodputReport,
     Occurrence,
@@ -76,7 +76,7 @@ def parse_slo(texts: Iterable[str]) -> Slo | None:
     return Slo(**limits) if limits else None
 
 
-def usage_fault(record: Record) -> tuple[str, str] | None:
+def usage_fault(record: LoadRecord) -> tuple[str, str] | None:
     """(class, reason) if the token counts of a complete answer cannot be trusted."""
     tokens = record.completion_tokens
     if tokens is None:
@@ -97,7 +97,7 @@ def usage_fault(record: Record) -> tuple[str, str] | None:
     return None
 
 
-def num_tokens(record: Record, stream: bool) -> int:
+def num_tokens(record: LoadRecord, stream: bool) -> int:
     """Output tokens by the usage if it can be trusted, otherwise as counted here."""
     if usage_fault(record) is None:
         return record.completion_tokens or 0
@@ -106,7 +106,7 @@ def num_tokens(record: Record, stream: bool) -> int:
     return record.num_outputs if stream else 0
 
 
-def times_of(record: Record, stream: bool, arrival_ns: int | None = None) -> RequestTimes:
+def times_of(record: LoadRecord, stream: bool, arrival_ns: int | None = None) -> RequestTimes:
     """The stamps of a record; its first output is taken to carry as many tokens as the others."""
     tokens = num_tokens(record, stream)
     num_first = max(1, round(tokens / record.num_outputs)) if record.num_outputs else 0
@@ -120,8 +120,8 @@ def times_of(record: Record, stream: bool, arrival_ns: int | None = None) -> Req
 
 
 def summarize_point(
-    load: Load,
-    records: Sequence[Record],
+    load: ClientLoad,
+    records: Sequence[LoadRecord],
     *,
     stream: bool = True,
     slo: Slo | None = None,
@@ -156,7 +156,7 @@ def summarize_point(
     return point
 
 
-def _seconds(whole: Sequence[Record]) -> float:
+def _seconds(whole: Sequence[LoadRecord]) -> float:
     """From the first request to the last output."""
     if not whole:
         return 0.0
@@ -164,7 +164,7 @@ def _seconds(whole: Sequence[Record]) -> float:
     return (max(r.last_ns or r.end_ns for r in whole) - begin) / 1e9
 
 
-def _doubts(record: Record, stall_s: float) -> list[tuple[str, str]]:
+def _doubts(record: LoadRecord, stall_s: float) -> list[tuple[str, str]]:
     fault = usage_fault(record)
     found = [fault] if fault is not None else []
     longest_s = max(record.gaps_ns, default=0) / 1e9
@@ -179,7 +179,7 @@ def _doubts(record: Record, stall_s: float) -> list[tuple[str, str]]:
     return found
 
 
-def usage_doubts(whole: Sequence[Record]) -> dict[str, Occurrence]:
+def usage_doubts(whole: Sequence[LoadRecord]) -> dict[str, Occurrence]:
     """Doubts about a usage that may count tokens twice, judged by outputs and bytes.
 
     Either every answer has two tokens an output, or outputs have several and tokens hardly a byte.
@@ -212,7 +212,7 @@ def _by_class(found: Iterable[tuple[str, str]]) -> dict[str, Occurrence]:
     return classes
 
 
-def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Partial:
+def _rates(whole: Sequence[LoadRecord], seconds: float, stream: bool) -> Partial:
     output = sum(num_tokens(r, stream) for r in whole)
     prompt = sum(r.prompt_tokens or 0 for r in whole)
     outputs = sum(r.num_outputs for r in whole)
@@ -237,7 +237,7 @@ def _rates(whole: Sequence[Record], seconds: float, stream: bool) -> Partial:
 
 
 def window_rates(
-    whole: Sequence[Record], begin_ns: int, seconds: float, stream: bool, num_windows: int
+    whole: Sequence[LoadRecord], begin_ns: int, seconds: float, stream: bool, num_windows: int
 ) -> list[float]:
     """Output tokens per second in equal parts of the time from `begin_ns`."""
     width_ns = seconds * 1e9 / num_windows
@@ -251,7 +251,7 @@ def window_rates(
     return [tokens / width_ns * 1e9 for tokens in windows]
 
 
-def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Partial:
+def _latencies(load: ClientLoad, whole: Sequence[LoadRecord], stream: bool) -> Partial:
     times = [times_of(r, stream) for r in whole]
     slots = int(load.concurrency or 1)  # requests that are under way together
     report: Partial = {"e2e_ms": summarize_with_intervals((t.e2e_ms for t in times), slots)}
@@ -268,7 +268,7 @@ def _latencies(load: Load, whole: Sequence[Record], stream: bool) -> Partial:
     return report
 
 
-def _too_few(whole: Sequence[Record], stream: bool) -> dict[str, TooFew]:
+def _too_few(whole: Sequence[LoadRecord], stream: bool) -> dict[str, TooFew]:
     """By latency, how many values there are where some percentile needs more."""
     times = [times_of(r, stream) for r in whole]
     counts = {"e2e_ms": sum(t.e2e_ms is not None for t in times)}
@@ -284,7 +284,7 @@ def _too_few(whole: Sequence[Record], stream: bool) -> dict[str, TooFew]:
 
 
 def _goodput(
-    whole: Sequence[Record], num_failed: int, seconds: float, slo: Slo, stream: bool
+    whole: Sequence[LoadRecord], num_failed: int, seconds: float, slo: Slo, stream: bool
 ) -> GoodputReport:
     good = [r for r in whole if slo.met_by(times_of(r, stream))]
     tokens = sum(num_tokens(r, stream) for r in good)
@@ -316,7 +316,7 @@ def _price(report: Partial, price: Price) -> PriceReport:
     return found
 
 
-def count_tokens(records: Iterable[Record], count: Callable[[str], int]) -> None:
+def count_tokens(records: Iterable[LoadRecord], count: Callable[[str], int]) -> None:
     """Note in each record what a tokenizer counts in its text."""
     for record in records:
         if record.text is not None:

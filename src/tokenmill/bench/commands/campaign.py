@@ -178,12 +178,12 @@ class Campaign:
         return self._report(compute_regions(c_max, c_min), search)
 
     def _search(self) -> SaturationReport:
-        from tokenmill.bench.client.arrivals import Load
+        from tokenmill.bench.client.arrivals import ClientLoad
 
         console.note("--max-concurrency is not given: searching for it")
         seconds = self._seconds(1) if self._quick else SEARCH_S
         report = search_saturation(
-            self._bench, Load(concurrency=1, duration_s=seconds), self._config
+            self._bench, ClientLoad(concurrency=1, duration_s=seconds), self._config
         )
         return report | {"duration_s": seconds, "doubts": self._bench.doubts_about_hits()}
 
@@ -194,12 +194,12 @@ class Campaign:
         return (self._config.duration_s or QUICK_S) * (1 if concurrency <= ULTRA_LOW_MAX else 2)
 
     def _measure(self, concurrency: int) -> None:
-        from tokenmill.bench.client.arrivals import Load
+        from tokenmill.bench.client.arrivals import ClientLoad
         from tokenmill.bench.client.records import write_records
         from tokenmill.bench.client.summary import rounded
         from tokenmill.bench.mlperf.endpoints_submission import measured_point
 
-        load = Load(
+        load = ClientLoad(
             concurrency=concurrency,
             duration_s=self._seconds(concurrency),
             pass_size=None if self._quick else self._pass_size,

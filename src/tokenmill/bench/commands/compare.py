@@ -17,7 +17,7 @@ from tokenmill.settings.commands import COMPARE
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
-    from tokenmill.bench.results.result import Round
+    from tokenmill.bench.results.result import ToolResult
 
 
 def _several(key: str, kind_of: str, help: str) -> Setting:
@@ -96,7 +96,7 @@ def _fail_on_worse(report: CompareReport) -> None:
             raise BenchError(f"--fail-on worse: {one['other']} against A: {one['verdict']}")
 
 
-def set_for_each(rounds: Sequence[Round], key: str, settings: Settings) -> None:
+def set_for_each(rounds: Sequence[ToolResult], key: str, settings: Settings) -> None:
     """Set the number of each round, or one number for all rounds."""
     given = settings.values.get(key)
     if given is None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.bench.client.live_progress import Goal, watching
+from tokenmill.bench.client.live_progress import PointGoal, watching
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.endpoint_load import (
     INPUT_LEN,
@@ -43,7 +43,7 @@ from tokenmill.settings import (
 )
 
 if TYPE_CHECKING:
-    from tokenmill.bench.client.arrivals import Load
+    from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.datasets import Dataset
     from tokenmill.bench.client.load_run import Run
 
@@ -322,7 +322,7 @@ class EndpointBench:
         """True if Ctrl-C ended the last point."""
         return bool(self._runs) and self._runs[-1].interrupted
 
-    def measure(self, load: Load) -> PointReport:
+    def measure(self, load: ClientLoad) -> PointReport:
         """The figures of one more point, its audit, and what the server says."""
         run = self._run_point(load)
         readings = self._scraper.end() if self._scraper else []
@@ -332,14 +332,14 @@ class EndpointBench:
         self._points.append(point)
         return point
 
-    def _run_point(self, load: Load) -> Run:
+    def _run_point(self, load: ClientLoad) -> Run:
         from tokenmill.bench.client import load_run as bench
 
         num_processes = self._config.processes or bench.choose_processes(load)
         console.note(f"{load.name}: {self.target.url}")
         scraper = self._scraper
         num_requests = load.num_sessions and load.num_sessions * self._config.turns
-        with watching(Goal(load.name, num_requests, load.duration_s)) as watch:
+        with watching(PointGoal(load.name, num_requests, load.duration_s)) as watch:
             run = bench.run_load(
                 self.target,
                 load,

@@ -29,7 +29,7 @@ Values = dict[str, Any]  # settings by their keys
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class LadderRung:
     """What one step of the ladder changes; it keeps all that the steps before it changed."""
 
     key: str
@@ -46,14 +46,14 @@ EAGER: Values = {
 }
 BASE: dict[str, Values] = {"cuda": {"dtype": "bf16"}, "cpu": {"dtype": "fp32"}}
 RUNGS = (
-    Rung("eager", "eager torch", EAGER),
-    Rung("fused", "fused kernels", {"fused-kernels": True}, "compiled"),
-    Rung("graphs", "CUDA graphs", {"cuda-graphs": True}, "cuda"),
-    Rung("overlap", "overlap", {"overlap": True}),
-    Rung("int8", "int8", {"dtype": "int8"}, "cpu"),
-    Rung("fp8", "fp8", {"dtype": "fp8"}, "fp8"),
-    Rung("fp8-kv", "fp8 KV", {"kv-cache-dtype": "fp8"}, "fp8"),
-    Rung("mtp", "multi-token prediction", {"mtp": 3}, "mtp"),
+    LadderRung("eager", "eager torch", EAGER),
+    LadderRung("fused", "fused kernels", {"fused-kernels": True}, "compiled"),
+    LadderRung("graphs", "CUDA graphs", {"cuda-graphs": True}, "cuda"),
+    LadderRung("overlap", "overlap", {"overlap": True}),
+    LadderRung("int8", "int8", {"dtype": "int8"}, "cpu"),
+    LadderRung("fp8", "fp8", {"dtype": "fp8"}, "fp8"),
+    LadderRung("fp8-kv", "fp8 KV", {"kv-cache-dtype": "fp8"}, "fp8"),
+    LadderRung("mtp", "multi-token prediction", {"mtp": 3}, "mtp"),
 )
 NEEDS = {
     "compiled": "there are no compiled kernels for this machine",
@@ -66,16 +66,16 @@ CHANGED = frozenset().union(*BASE.values(), *(rung.settings for rung in RUNGS))
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class RungAttempt:
     """A rung and its figures, or why there are none."""
 
-    rung: Rung
+    rung: LadderRung
     figures: CellReport | None = None  # ours in the only cell
     skipped: str = ""
     error: str = ""
 
 
-def choose(names: Sequence[str], rungs: Sequence[Rung] = RUNGS) -> list[Rung]:
+def choose(names: Sequence[str], rungs: Sequence[LadderRung] = RUNGS) -> list[LadderRung]:
     """The rungs of these keys or names, in the ladder's order; all where there is none."""
     known = {name: rung for rung in rungs for name in (rung.key, rung.name)}
     unknown = [name for name in names if name not in known]
@@ -87,7 +87,7 @@ def choose(names: Sequence[str], rungs: Sequence[Rung] = RUNGS) -> list[Rung]:
 
 
 def settings_of(
-    rung: Rung, device: str, features: Collection[str], rungs: Sequence[Rung] = RUNGS
+    rung: LadderRung, device: str, features: Collection[str], rungs: Sequence[LadderRung] = RUNGS
 ) -> Values:
     """All that is on at a rung: the changes of the rungs up to it that the device supports."""
     values = dict(BASE[device])
@@ -97,22 +97,22 @@ def settings_of(
     return values
 
 
-def missing(rung: Rung, features: Collection[str]) -> str:
+def missing(rung: LadderRung, features: Collection[str]) -> str:
     """Why a device cannot run a rung; empty where it can."""
     return NEEDS[rung.needs] if rung.needs and rung.needs not in features else ""
 
 
-def run_rung(rung: Rung, command: Sequence[str]) -> Attempt:
+def run_rung(rung: LadderRung, command: Sequence[str]) -> RungAttempt:
     """Run a throughput benchmark in a process of its own; what it writes to stderr passes on."""
     report: ThroughputReport
     report, error = run_benchmark(command)
     if error:
-        return Attempt(rung, error=error)
+        return RungAttempt(rung, error=error)
     (cell,) = report["cells"].values()
-    return Attempt(rung, figures=cell[OURS])
+    return RungAttempt(rung, figures=cell[OURS])
 
 
-def ladder_rows(attempts: Sequence[Attempt], usd_per_hour: float) -> list[RungReport]:
+def ladder_rows(attempts: Sequence[RungAttempt], usd_per_hour: float) -> list[RungReport]:
     """One dict per rung; speed-ups are over the last and the first rung that ran."""
     rows: list[RungReport] = []
     rates: list[float] = []
@@ -177,7 +177,7 @@ def ladder(settings: Settings) -> None:
     path = throughput.model_path(model)
     device, features = _device(model, path)
     values = settings.values | {"model": str(path), "device": device, "json": True}
-    attempts = _climb(rungs, values, device, features)
+    attempts = _measure_ladder(rungs, values, device, features)
     rows = ladder_rows(attempts, settings.get("gpu-price"))
     title = f"{model.model} on {device}, {_workload(settings)}"
     if plot:
@@ -207,24 +207,26 @@ def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
     return device, device_features(device) | ({"mtp"} if has_mtp(model, path) else set())
 
 
-def _climb(
-    rungs: list[Rung], values: Values, device: str, features: frozenset[str]
-) -> list[Attempt]:
-    """Run rung after rung; Ctrl-C ends the climb, and what was measured is reported."""
-    attempts: list[Attempt] = []
+def _measure_ladder(
+    rungs: list[LadderRung], values: Values, device: str, features: frozenset[str]
+) -> list[RungAttempt]:
+    """Run rung after rung; Ctrl-C ends it, and what was measured is reported."""
+    attempts: list[RungAttempt] = []
     for rung in rungs:
         try:
             attempts.append(_attempt(rung, values, device, features))
         except KeyboardInterrupt:
-            return [*attempts, Attempt(rung, error="interrupted")]
+            return [*attempts, RungAttempt(rung, error="interrupted")]
         if figures := attempts[-1].figures:
             console.note(f"Rung: {rung.name}: {figures['tok_s']:,.1f} tok/s")
     return attempts
 
 
-def _attempt(rung: Rung, values: Values, device: str, features: frozenset[str]) -> Attempt:
+def _attempt(
+    rung: LadderRung, values: Values, device: str, features: frozenset[str]
+) -> RungAttempt:
     if reason := missing(rung, features):
-        return Attempt(rung, skipped=reason)
+        return RungAttempt(rung, skipped=reason)
     console.note(f"Rung: {rung.name}")
     switched = settings_of(rung, device, features)
     idle = () if "mtp" in switched else ("draft",)

@@ -167,7 +167,9 @@ def mlperf(settings: Settings) -> None:
         if "submission-dir" in settings:
             line = shlex.join(["tokenmill", "bench", "mlperf", *settings.flags(SHOWN)])
             configuration = _configuration(settings, report)
-            series = tests.Series(settings, run, report, results, started_at, line, configuration)
+            series = tests.RunSeries(
+                settings, run, report, results, started_at, line, configuration
+            )
             kept = report.given_up or tests.keep(series, Path(scratch))
         elif run.preset.task != "ranking":
             console.note("--submission-dir DIR keeps a run: LoadGen's logs and report.html")

@@ -15,8 +15,8 @@ from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
 from tokenmill.settings.commands import PUBLISHED
 
 if TYPE_CHECKING:
-    from tokenmill.bench.results.published_results import Entry, Ours
-    from tokenmill.bench.results.result import Round
+    from tokenmill.bench.results.published_results import Ours, PublishedEntry
+    from tokenmill.bench.results.result import ToolResult
 
 
 def _any(key: str, help: str) -> Setting:
@@ -79,7 +79,7 @@ def published(settings: Settings) -> None:
     console.print_json(report, settings.get("json"))
 
 
-def _result(settings: Settings) -> Round | None:
+def _result(settings: Settings) -> ToolResult | None:
     """The file or folder of --result."""
     from tokenmill.bench.results.reading import read_round
 
@@ -90,7 +90,7 @@ def _result(settings: Settings) -> Round | None:
     return read_round(Path(settings.get("result")).expanduser())
 
 
-def _ours(settings: Settings, mine: Round | None, entry: Entry) -> Ours | None:
+def _ours(settings: Settings, mine: ToolResult | None, entry: PublishedEntry) -> Ours | None:
     """The result to place beside rows such as `entry`."""
     from tokenmill.bench.results.published_results import Ours, of_round
 
@@ -117,7 +117,7 @@ def _print_overview(settings: Settings, found: dict[str, dict[str, int]]) -> Non
     console.print_json({"benchmark": "published", "rows": found}, settings.get("json"))
 
 
-def _print(report: PublishedReport, entries: Sequence[Entry], limit: int) -> None:
+def _print(report: PublishedReport, entries: Sequence[PublishedEntry], limit: int) -> None:
     title = f"{report['mlperf_benchmark']}, {report['scenario']}, {report['unit']}"
     shown = "".join(f", {key} {text}" for key, text in report["filters"].items())
     console.out.print(f"[bold]{title}[/bold]{shown}: {len(entries)} rows")
@@ -131,7 +131,7 @@ def _print(report: PublishedReport, entries: Sequence[Entry], limit: int) -> Non
             console.out.print(f"note: {notice}", markup=False)
 
 
-def _table(entries: Sequence[Entry], placed: PlacedReport | None) -> list[list[str]]:
+def _table(entries: Sequence[PublishedEntry], placed: PlacedReport | None) -> list[list[str]]:
     """The rows with ours between them, or after them where it is worse than all of them."""
     head = ["", "per accelerator", "result", "x", "round", "division", "submitter", "accelerator"]
     rows = [_cells(str(index + 1), entry) for index, entry in enumerate(entries)]
@@ -142,7 +142,7 @@ def _table(entries: Sequence[Entry], placed: PlacedReport | None) -> list[list[s
     return [[*head, "system"], *rows]
 
 
-def _cells(rank: str, entry: Entry) -> list[str]:
+def _cells(rank: str, entry: PublishedEntry) -> list[str]:
     return [
         rank,
         _number(entry.per_accelerator),

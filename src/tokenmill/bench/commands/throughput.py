@@ -16,7 +16,7 @@ from tokenmill.bench.report.throughput_report import (
     ranks_report,
     throughput_report,
 )
-from tokenmill.bench.roofline import Setup
+from tokenmill.bench.roofline import CellSetup
 from tokenmill.bench.workload import BenchError, Cell, make_cells
 from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import (
@@ -129,7 +129,9 @@ def model_path(config: ModelConfig) -> Path:
         raise ModelLoadError(f"{error}; shapes of this package: {', '.join(shapes)}") from error
 
 
-def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[BuiltEngine, Setup]:
+def build(
+    settings: Settings, config: BenchConfig, cells: list[Cell]
+) -> tuple[BuiltEngine, CellSetup]:
     """An engine with room for these cells, and what bounds its speed."""
     path = model_path(settings.build(ModelConfig))
     with (
@@ -149,7 +151,7 @@ def build(settings: Settings, config: BenchConfig, cells: list[Cell]) -> tuple[B
     gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
     parallel = asked.parallel
     num_caches = parallel.num_ranks if parallel.attention_dp else 1
-    return built, Setup(
+    return built, CellSetup(
         dtype=built.dtype,
         kv_dtype=built.kv_dtype,
         max_num_seqs=num_caches * built.max_num_seqs,

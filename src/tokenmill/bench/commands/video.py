@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.bench.roofline import BYTES, Machine
+from tokenmill.bench.roofline import BYTES, PeakRates
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.cost import usd_of
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
@@ -108,7 +108,7 @@ def _tell(what: str, seconds: float) -> None:
 
 
 def _times(
-    pipeline: Pipeline, request: Request, machine: Machine, runs: list[VideoTimes], price: float
+    pipeline: Pipeline, request: Request, machine: PeakRates, runs: list[VideoTimes], price: float
 ) -> dict[str, Any]:
     """The mean of the videos' parts, the median of their steps, and dollars."""
     steps = [seconds for run in runs for seconds in run.steps_s]
@@ -147,7 +147,7 @@ def figures(
     spec: WanSpec,
     request: Request,
     dtype: str,
-    machine: Machine,
+    machine: PeakRates,
     parts: dict[str, float],
     num_ranks: int = 1,
 ) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _params(request: Request) -> VideoParams:
 
 
 def least_seconds(
-    spec: WanSpec, request: Request, dtype: str, machine: Machine
+    spec: WanSpec, request: Request, dtype: str, machine: PeakRates
 ) -> dict[str, float]:
     """The roofline of each part: arithmetic at the best measured rate, or reading the weights.
 
@@ -205,7 +205,7 @@ def least_seconds(
     }
 
 
-def _attention_cost(params: VideoParams, plain: float, machine: Machine) -> float:
+def _attention_cost(params: VideoParams, plain: float, machine: PeakRates) -> float:
     """Seconds per FLOP; int8 and fp8 products have the same peak on a GPU."""
     rounded = ROUNDED_SHARE[params.attention_dtype]
     return rounded / machine.gemm_flops.get("fp8", plain) + (1 - rounded) / plain

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.client.load_run import Run
-from tokenmill.bench.client.records import Record, write_records
+from tokenmill.bench.client.records import LoadRecord, write_records
 from tokenmill.bench.client.summary import num_tokens, times_of
 from tokenmill.bench.mlperf.regions import Regions
 from tokenmill.bench.results.mlperf_reports import Fields
@@ -137,7 +137,7 @@ class MeasuredPoint:
     concurrency: int
     result: Fields
     warmup: Fields
-    warmup_records: Sequence[Record]
+    warmup_records: Sequence[LoadRecord]
 
 
 def measured_point(run: Run, point: PointReport) -> MeasuredPoint:
@@ -149,7 +149,7 @@ def measured_point(run: Run, point: PointReport) -> MeasuredPoint:
     )
 
 
-def result_summary(records: Sequence[Record], point: PointReport) -> Fields:
+def result_summary(records: Sequence[LoadRecord], point: PointReport) -> Fields:
     """The reference client's report; times in ns."""
     whole = [record for record in records if record.error is None]
     times = [times_of(record, stream=True) for record in whole]
@@ -188,7 +188,7 @@ def _series(values: Sequence[float | None], scale: float = 1.0) -> Fields:
     }
 
 
-def warmup_of(records: Sequence[Record], slots: int) -> Fields:
+def warmup_of(records: Sequence[LoadRecord], slots: int) -> Fields:
     """The declaration of point.yaml, from the records of the warm-up."""
     seconds = 0.0
     if records:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tokenmill import console
 from tokenmill.bench.client.connections import Client
 from tokenmill.bench.client.datasets import words
-from tokenmill.bench.client.records import Record, Target, request_body
+from tokenmill.bench.client.records import Endpoint, LoadRecord, request_body
 from tokenmill.bench.client.scrape import Scraper, metrics_url, server_report
 from tokenmill.bench.commands import throughput
 from tokenmill.bench.endpoint_load import make_target, served_models
@@ -369,15 +369,15 @@ class UrlLanguage(LanguageTask):
             self._fail(record)
         return False
 
-    def _fail(self, record: Record) -> None:
+    def _fail(self, record: LoadRecord) -> None:
         url = self._target.url
         raise BenchError(f"{url} does not answer: {record.error}: {record.detail}")
 
-    def _ask_once(self, content: str | list[int]) -> Record:
-        async def ask() -> Record:
+    def _ask_once(self, content: str | list[int]) -> LoadRecord:
+        async def ask() -> LoadRecord:
             client = Client(self._target)
             body = request_body(self._target, content, PROBE_OUTPUT)
-            record = await client.call(Record(0, 0, time.monotonic_ns()), body)
+            record = await client.call(LoadRecord(0, 0, time.monotonic_ns()), body)
             client.close()
             return record
 
@@ -395,7 +395,7 @@ class UrlLanguage(LanguageTask):
         return found
 
 
-def _context(target: Target) -> int | None:
+def _context(target: Endpoint) -> int | None:
     """The longest context that the server names for the model, as vLLM's /models and ours do."""
     try:
         cards = served_models(target)

@@ -282,7 +282,7 @@ def joined(mode: str, results: Results) -> MlperfReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class RunSeries:
     """What the files of a submission are made of; `command` and `configuration` go into them."""
 
     settings: Settings
@@ -294,7 +294,7 @@ class Series:
     configuration: dict[str, Any]
 
 
-def keep(series: Series, scratch: Path) -> bool:
+def keep(series: RunSeries, scratch: Path) -> bool:
     """Write the submission; where its disk does not take it, keep LoadGen's logs where they are."""
     try:
         write_submission(series)
@@ -307,7 +307,7 @@ def keep(series: Series, scratch: Path) -> bool:
     return True
 
 
-def write_submission(series: Series) -> None:
+def write_submission(series: RunSeries) -> None:
     """The result folder, as a submission has it; SingleStream's is like the others."""
     settings, run, report = series.settings, series.run, series.report
     layout = submission.SubmissionLayout(
@@ -346,7 +346,7 @@ def write_submission(series: Series) -> None:
         console.note(f"A closed submission also needs {', '.join(missing)}: add --compliance")
 
 
-def _write_measurements(layout: submission.SubmissionLayout, series: Series, logs: Path) -> None:
+def _write_measurements(layout: submission.SubmissionLayout, series: RunSeries, logs: Path) -> None:
     settings, report = series.settings, series.report
     named = settings.get("url") or series.run.preset.task == "video"
     weights = report.model if named else settings.build(ModelConfig).model

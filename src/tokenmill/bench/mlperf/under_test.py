@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tokenmill.bench.client.client_process import loop_factory
 from tokenmill.bench.client.connections import TIMEOUT, Client
-from tokenmill.bench.client.records import Record, Target
+from tokenmill.bench.client.records import Endpoint, LoadRecord
 from tokenmill.bench.client.summary import EMPTY, num_tokens, times_of, usage_fault
 from tokenmill.bench.mlperf.compliance import Verdict
 from tokenmill.bench.mlperf.loadgen import load_library, respond
@@ -200,7 +200,7 @@ class QueryTally:
     num_cached: int = 0  # answers with prompt tokens from a cache
     failed_in_a_row: int = 0
 
-    def take(self, record: Record, checks_usage: bool) -> None:
+    def take(self, record: LoadRecord, checks_usage: bool) -> None:
         """Count one request that has ended."""
         if record.error is not None:
             self.num_failed += 1
@@ -225,7 +225,7 @@ class UrlUnderTest:
     --timeout is the longest time in which no answer ends; for others that of an answer.
     """
 
-    def __init__(self, target: Target, task: BenchmarkTask, max_in_flight: int) -> None:
+    def __init__(self, target: Endpoint, task: BenchmarkTask, max_in_flight: int) -> None:
         self._target, self._task = target, task
         self._most = self._room = max_in_flight
         self._library = load_library()
@@ -310,7 +310,7 @@ class UrlUnderTest:
 
     async def _ask(self, query: Query) -> None:
         most = self._task.max_tokens(query.sample)
-        record = Record(query.sample, 0, query.times.arrival_ns, max_tokens=most)
+        record = LoadRecord(query.sample, 0, query.times.arrival_ns, max_tokens=most)
         body, begin = self._task.body(query.sample), partial(self._begin, query)
         if self._target.stream:
             await self._client.call(record, body, begin)
@@ -331,7 +331,7 @@ class UrlUnderTest:
     def _begin(self, query: Query) -> None:
         respond(self._library.FirstTokenComplete, [(query.id, array("B"), 1)])
 
-    def _streamed(self, query: Query, record: Record) -> tuple[array[int], int]:
+    def _streamed(self, query: Query, record: LoadRecord) -> tuple[array[int], int]:
         """The text of a stream, and its tokens as far as they can be trusted."""
         tokens = num_tokens(record, stream=True)
         if record.error is None and not tokens:
@@ -343,7 +343,7 @@ class UrlUnderTest:
             self.num_prompt_tokens += record.prompt_tokens or 0
         return array("B", (record.text or "").encode()), 0 if record.error else tokens
 
-    async def _call_whole(self, record: Record, body: bytes) -> list[bytes]:
+    async def _call_whole(self, record: LoadRecord, body: bytes) -> list[bytes]:
         bodies: list[bytes] = []
         try:
             async with asyncio.timeout(self._target.timeout_s) as deadline:
@@ -356,7 +356,7 @@ class UrlUnderTest:
             self._deadlines.discard(deadline)
         return bodies
 
-    def _whole(self, query: Query, record: Record, bodies: Sequence[bytes]) -> array[Any]:
+    def _whole(self, query: Query, record: LoadRecord, bodies: Sequence[bytes]) -> array[Any]:
         if record.error is not None:
             return array("B")
         if self._task.patient:
@@ -393,9 +393,9 @@ class UrlUnderTest:
         self._fill()
 
 
-def target_of(settings: Settings, url: str) -> Target:
+def target_of(settings: Settings, url: str) -> Endpoint:
     """A server whose answers are no streams."""
-    return Target(
+    return Endpoint(
         url=url,
         model="",
         stream=False,

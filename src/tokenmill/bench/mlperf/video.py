@@ -21,7 +21,7 @@ from urllib.error import HTTPError, URLError
 
 from tokenmill.bench.client.connections import call_once, route_url
 from tokenmill.bench.client.datasets import words
-from tokenmill.bench.client.records import Target, error_text
+from tokenmill.bench.client.records import Endpoint, error_text
 from tokenmill.bench.mlperf.presets import INEXACT_VIDEOS, WAN
 from tokenmill.bench.mlperf.runs import MlperfRun
 from tokenmill.bench.mlperf.submission import VIDEOS
@@ -340,7 +340,7 @@ def fields_of(model: str, params: VideoParams) -> dict[str, Any]:
     return asked | ({} if params.latent is None else {"latent_path": params.latent})
 
 
-def check_server(target: Target, asked: dict[str, Any], model: str | None, quick: bool) -> str:
+def check_server(target: Endpoint, asked: dict[str, Any], model: str | None, quick: bool) -> str:
     """The model's name there, after a short video; BenchError where a run would not be right."""
     try:
         cards = json.loads(_call(target, "GET", MODELS)[1])["data"]
@@ -361,7 +361,9 @@ def check_server(target: Target, asked: dict[str, Any], model: str | None, quick
         raise BenchError(f"{target.url} is no server of videos: {why}") from None
 
 
-def _call(target: Target, method: str, below: str, body: bytes | None = None) -> tuple[str, bytes]:
+def _call(
+    target: Endpoint, method: str, below: str, body: bytes | None = None
+) -> tuple[str, bytes]:
     """(the id of a new video, the body of the answer)."""
     try:
         headers, answer = call_once(target, target.url + below, method, body)

@@ -40,7 +40,7 @@ class Axis(msgspec.Struct):
         return [*(self.low + width * i for i in range(count)), self.high]
 
 
-class Series(msgspec.Struct):
+class ChartSeries(msgspec.Struct):
     """Values along the chart's xs; None: none there."""
 
     name: str
@@ -68,7 +68,7 @@ class Chart(msgspec.Struct):
     y: Axis
     xs: Sequence[float]
     labels: Sequence[str]
-    series: Sequence[Series]
+    series: Sequence[ChartSeries]
     show: Show = "short"
     marks: Sequence[Mark] = ()
     edges: Sequence[float] = ()  # of bars, one more than xs
@@ -135,7 +135,7 @@ def distribution(
         amount_axis(what, counts),
         middles(edges),
         [f"{in_ms(a)} to {in_ms(b)}" for a, b in pairwise(edges)],
-        [Series(what, counts, "bars")],
+        [ChartSeries(what, counts, "bars")],
         "count",
         [*_percentile_marks(values), *marks],
         edges,
@@ -157,7 +157,7 @@ def cumulative(
     series = []
     for color, (name, values) in zip(ramp(len(groups)), ordered.items(), strict=True):
         shares = [bisect_right(values, at) / len(values) for at in xs]
-        series.append(Series(name, shares, "line", color))
+        series.append(ChartSeries(name, shares, "line", color))
     if len(ordered) == 1:
         marks = [*_percentile_marks(next(iter(ordered.values()))), *marks]
     said = "; ".join(f"{name}: {_said(values)}" for name, values in ordered.items())

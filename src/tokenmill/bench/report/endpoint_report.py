@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.client.audit import all_warnings
-from tokenmill.bench.client.records import Record, write_records
+from tokenmill.bench.client.records import LoadRecord, write_records
 from tokenmill.bench.report import page as html
 from tokenmill.bench.report.charts import in_ms, ms_parts, short
 from tokenmill.bench.report.page import (
@@ -19,11 +19,11 @@ from tokenmill.bench.report.page import (
     Grid,
     Lines,
     Notice,
-    Part,
+    PagePart,
+    PageTile,
     ReportPage,
     Section,
     Table,
-    Tile,
 )
 from tokenmill.bench.report.point_charts import (
     PointRecords,
@@ -64,7 +64,7 @@ THIN = f"Percentiles marked {FEW} stand on too few requests"
 
 
 def write_result(
-    folder: Path, report: EndpointReport, records: Sequence[Record] | None, facts: Facts
+    folder: Path, report: EndpointReport, records: Sequence[LoadRecord] | None, facts: Facts
 ) -> None:
     """All files of a run; the manifest comes last. Without records theirs are left out."""
     texts = {
@@ -80,7 +80,9 @@ def write_result(
     write_manifest(folder, facts)
 
 
-def endpoint_page(report: EndpointReport, records: Sequence[Record], facts: Facts) -> ReportPage:
+def endpoint_page(
+    report: EndpointReport, records: Sequence[LoadRecord], facts: Facts
+) -> ReportPage:
     """The page of a run: one point in full, or a sweep with its points folded."""
     points = [
         PointRecords(summary, [r for r in records if r.point == index], report["stream"])
@@ -119,19 +121,19 @@ def _load_order(point: PointReport) -> tuple[float, float]:
     return point["concurrency"] or 0, point["rate"] or 0
 
 
-def _headline(points: Sequence[PointReport]) -> list[Tile]:
+def _headline(points: Sequence[PointReport]) -> list[PageTile]:
     if not points:
         return []
     return _tiles(points[0]) if len(points) == 1 else _sweep_tiles(points)
 
 
-def _saturation_tiles(report: EndpointReport) -> list[Tile]:
+def _saturation_tiles(report: EndpointReport) -> list[PageTile]:
     """The load that a search found."""
     search = report.get("saturation") or report.get("search")
     if not search or search["found"] is None:
         return []
     unit = "users" if search["by"] == "concurrency" else "requests/s"
-    return [Tile("Highest load", f"{search['found']:g}", unit, search["stopped"])]
+    return [PageTile("Highest load", f"{search['found']:g}", unit, search["stopped"])]
 
 
 def _point_sections(
@@ -197,28 +199,28 @@ def _by_class(points: Sequence[PointReport], key: OccurrenceName) -> list[str]:
     return [f"{counts[name]:,} × {name}: {said[name]}" for name in counts]
 
 
-def _tiles(point: PointReport) -> list[Tile]:
+def _tiles(point: PointReport) -> list[PageTile]:
     """The headline of one point."""
     ends = point.get("output_tok_s_ci95")
     bounds = f"95 %: {short(ends[0])} to {short(ends[1])}" if ends else ""
     failed = point["num_failed"]
     tiles = [
-        Tile("Output throughput", short(point["output_tok_s"]), "tok/s", bounds),
-        Tile("Request rate", short(point["request_s"]), "requests/s", _duration_note(point)),
+        PageTile("Output throughput", short(point["output_tok_s"]), "tok/s", bounds),
+        PageTile("Request rate", short(point["request_s"]), "requests/s", _duration_note(point)),
     ]
     for name in LIMITS:
         if figures := point.get(name):
             few = {p: FEW if is_thin(point, name, p) else "" for p in ("p90", "p99")}
             tail = ", ".join(f"{p} {in_ms(figures[p])}{mark}" for p, mark in few.items())
-            tiles.append(Tile(f"{label_of(name)}, median", *ms_parts(figures["p50"]), tail))
+            tiles.append(PageTile(f"{label_of(name)}, median", *ms_parts(figures["p50"]), tail))
     if users := point.get("tok_s_user"):
-        tiles.append(Tile("Interactivity", short(users), "tok/s/user", USERS))
+        tiles.append(PageTile("Interactivity", short(users), "tok/s/user", USERS))
     if seen := point.get("num_image_tokens"):
         prompt = f"of {point['num_prompt_tokens']:,} prompt tokens"
-        tiles.append(Tile("Image tokens", f"{seen:,}", "", prompt))
+        tiles.append(PageTile("Image tokens", f"{seen:,}", "", prompt))
     share = failed / (failed + point["num_completed"]) if failed else 0.0
     note = f"{point['num_completed']:,} answered" + (f", {failed:,} failed" if failed else "")
-    tiles.append(Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good"))
+    tiles.append(PageTile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good"))
     return tiles + _value_tiles(point)
 
 
@@ -226,51 +228,53 @@ def _duration_note(point: PointReport) -> str:
     return f"{point['num_completed']:,} in {point['seconds']:,.1f} s"
 
 
-def _value_tiles(point: PointReport) -> list[Tile]:
+def _value_tiles(point: PointReport) -> list[PageTile]:
     tiles = []
     if goodput := point.get("goodput"):
         note = f"{short(goodput['request_s'])} good requests/s"
         share = goodput["good_share"]
         tone: html.Tone = "good" if share >= 0.99 else "warn"
-        tiles.append(Tile("Within the limits", f"{share:.1%}", "", note, tone))
+        tiles.append(PageTile("Within the limits", f"{share:.1%}", "", note, tone))
     if (price := point.get("price")) and price["usd_per_million_output"] is not None:
         total = f"${price['usd_per_million_total']:,.3f} per million in total"
         value = f"${price['usd_per_million_output']:,.3f}"
-        tiles.append(Tile("Per million output tokens", value, "", total))
+        tiles.append(PageTile("Per million output tokens", value, "", total))
     return tiles
 
 
-def _sweep_tiles(points: Sequence[PointReport]) -> list[Tile]:
+def _sweep_tiles(points: Sequence[PointReport]) -> list[PageTile]:
     """The best of each figure, and where it was."""
     best = max(points, key=lambda p: p["output_tok_s"])
-    tiles = [Tile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
+    tiles = [PageTile("Highest throughput", short(best["output_tok_s"]), "tok/s", best["load"])]
     streamed = [p for p in points if p.get("tok_s_user")]
     if streamed:
         fast = max(streamed, key=lambda p: p["tok_s_user"] or 0.0)
         users = short(fast["tok_s_user"] or 0.0)
-        tiles.append(Tile("Highest interactivity", users, "tok/s/user", fast["load"]))
+        tiles.append(PageTile("Highest interactivity", users, "tok/s/user", fast["load"]))
         quick = min(streamed, key=lambda p: p["ttft_ms"]["p50"])
-        tiles.append(Tile("Lowest median TTFT", *ms_parts(quick["ttft_ms"]["p50"]), quick["load"]))
+        tiles.append(
+            PageTile("Lowest median TTFT", *ms_parts(quick["ttft_ms"]["p50"]), quick["load"])
+        )
     rate = max(points, key=lambda p: p["request_s"])
-    tiles.append(Tile("Highest rate", short(rate["request_s"]), "requests/s", rate["load"]))
+    tiles.append(PageTile("Highest rate", short(rate["request_s"]), "requests/s", rate["load"]))
     if all("goodput" in p for p in points):
         good = max(points, key=lambda p: p["goodput"]["request_s"])
         note = f"{good['load']}, {good['goodput']['good_share']:.1%} within limits"
         value = short(good["goodput"]["request_s"])
-        tiles.append(Tile("Highest goodput", value, "requests/s", note))
+        tiles.append(PageTile("Highest goodput", value, "requests/s", note))
     priced = [p for p in points if p.get("price", {}).get("usd_per_million_output") is not None]
     if priced:
         low = min(priced, key=lambda p: p["price"]["usd_per_million_output"] or 0.0)
         value = f"${low['price']['usd_per_million_output']:,.3f}"
-        tiles.append(Tile("Lowest price per M output", value, "", low["load"]))
+        tiles.append(PageTile("Lowest price per M output", value, "", low["load"]))
     failed, done = (sum(p[key] for p in points) for key in ("num_failed", "num_completed"))
     note = f"{done:,} answered" + (f", {failed:,} failed" if failed else "")
     share = failed / (failed + done) if failed else 0.0
-    return [*tiles, Tile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good")]
+    return [*tiles, PageTile("Failed", f"{share:.1%}", "", note, "bad" if failed else "good")]
 
 
 def _latency_section(point: PointRecords) -> Section:
-    blocks: list[Part] = [Table("Latency in milliseconds", latency_table(point.summary))]
+    blocks: list[PagePart] = [Table("Latency in milliseconds", latency_table(point.summary))]
     blocks.append(Grid([*distributions(point, curves=True)]))
     return Section(
         "Latency", blocks, "Of answered requests. ITL: gaps between outputs of a stream."
@@ -284,7 +288,7 @@ def _timeline_section(point: PointRecords) -> Section:
 def sweep_section(points: Sequence[PointRecords], summaries: Sequence[PointReport]) -> Section:
     """All points side by side: table, Pareto curve, and each figure against the load."""
     is_campaign = "region" in summaries[0]
-    blocks: list[Part] = [Table("Points of the sweep", points_table(summaries))]
+    blocks: list[PagePart] = [Table("Points of the sweep", points_table(summaries))]
     if is_campaign:
         blocks.insert(0, Table("Points of the curve", curve_table(summaries), (0, 1)))
     streamed = [point.summary for point in points if point.summary.get("tok_s_user")]
@@ -308,7 +312,7 @@ def _folded_points(points: Sequence[PointRecords]) -> Section:
 
 
 def _value_section(points: Sequence[PointReport]) -> Section:
-    blocks: list[Part] = []
+    blocks: list[PagePart] = []
     if "goodput" in points[0]:
         blocks.append(Table("Goodput", _goodput_rows(points), (0, 1)))
     if "price" in points[0]:
@@ -353,7 +357,7 @@ def _usd(value: float | None) -> str:
 
 
 def _error_section(points: Sequence[PointReport]) -> Section:
-    blocks: list[Part] = []
+    blocks: list[PagePart] = []
     texts: dict[OccurrenceName, tuple[str, str]] = {
         "errors": ("Failed requests", "No request failed."),
         "doubts": ("Doubts", "Nothing puts these figures in doubt."),

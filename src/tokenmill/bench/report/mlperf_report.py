@@ -14,14 +14,14 @@ from tokenmill.bench.report import page as html
 from tokenmill.bench.report.charts import (
     GREEN,
     Chart,
+    ChartSeries,
     Mark,
-    Series,
     distribution,
     in_ms,
     ms_parts,
     short,
 )
-from tokenmill.bench.report.page import Grid, Notice, Part, ReportPage, Section, Table, Tile
+from tokenmill.bench.report.page import Grid, Notice, PagePart, PageTile, ReportPage, Section, Table
 from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
 from tokenmill.bench.results.manifest import write_manifest
 from tokenmill.bench.results.mlperf_reports import MlperfReport, as_json
@@ -111,18 +111,18 @@ def _notices(report: MlperfReport) -> list[Notice]:
     return found
 
 
-def _tiles(report: MlperfReport) -> list[Tile]:
+def _tiles(report: MlperfReport) -> list[PageTile]:
     tiles = []
     if metric := report.metric:
-        tiles.append(Tile("Result", short(metric.value), metric.unit, metric.name))
+        tiles.append(PageTile("Result", short(metric.value), metric.unit, metric.name))
     if report.runs is not None:
         peak = report.peak_qps
-        tiles.append(Tile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
+        tiles.append(PageTile("Highest valid rate", short(peak) if peak else "none", "queries/s"))
     if rate := report.samples_per_s:
-        tiles.append(Tile("Samples", short(rate), "per second"))
+        tiles.append(PageTile("Samples", short(rate), "per second"))
     if seconds := report.s_per_video:
         price = f"${report.usd_per_video:,.4f} at ${report.usd_per_hour:g} an hour"
-        tiles.append(Tile("A video", short(seconds), "s", price))
+        tiles.append(PageTile("A video", short(seconds), "s", price))
     percent = f"p{report.percentile or 99}"
     for name, found in report.latencies.items():
         limit = report.limits.get(name)
@@ -131,18 +131,18 @@ def _tiles(report: MlperfReport) -> list[Tile]:
     if report.num_queries is not None:
         num_tokens = report.num_output_tokens
         note = f"{num_tokens:,} output tokens" if num_tokens else ""
-        tiles.append(Tile("Queries", f"{report.num_queries:,}", "answered", note))
+        tiles.append(PageTile("Queries", f"{report.num_queries:,}", "answered", note))
     for name, gate in (report.accuracy_gates or {}).items():
         tone: html.Tone = "good" if gate.passed else "bad"
-        tiles.append(Tile(name, f"{gate.value:,.4f}", "", f"required {gate.required}", tone))
+        tiles.append(PageTile(name, f"{gate.value:,.4f}", "", f"required {gate.required}", tone))
     return tiles
 
 
-def _latency_tile(label: str, found: float, limit: float | None) -> Tile:
+def _latency_tile(label: str, found: float, limit: float | None) -> PageTile:
     if limit is None:
-        return Tile(label, *ms_parts(found))
+        return PageTile(label, *ms_parts(found))
     tone: html.Tone = "good" if found <= limit else "bad"
-    return Tile(label, *ms_parts(found), f"limit {in_ms(limit)}", tone)
+    return PageTile(label, *ms_parts(found), f"limit {in_ms(limit)}", tone)
 
 
 def _limit_rows(report: MlperfReport) -> list[list[str]]:
@@ -157,7 +157,7 @@ def _limit_rows(report: MlperfReport) -> list[list[str]]:
 
 
 def _latency_section(report: MlperfReport, times: Sequence[RequestTimes]) -> Section:
-    blocks: list[Part] = []
+    blocks: list[PagePart] = []
     latencies = report.latencies
     columns = list(dict.fromkeys(key for found in latencies.values() for key in found))
     rows = [["latency (ms)", *columns]]
@@ -193,14 +193,16 @@ def _timelines(times: Sequence[RequestTimes]) -> Iterable[Chart]:
     windows = _windows(times)
     tokens = [each.num_tokens for each in times]
     rates = spread(windows, [(each.first_ns, each.last_ns) for each in times], tokens)
-    yield timeline("Throughput", "output tok/s", windows, [Series("output tok/s", rates, "area")])
+    yield timeline(
+        "Throughput", "output tok/s", windows, [ChartSeries("output tok/s", rates, "area")]
+    )
     yield _concurrency(times)
 
 
 def _concurrency(times: Sequence[RequestTimes]) -> Chart:
     windows = _windows(times)
     spans = [(each.arrival_ns, each.last_ns) for each in times]
-    flying = Series("in flight", in_flight(windows, spans), "area", GREEN)
+    flying = ChartSeries("in flight", in_flight(windows, spans), "area", GREEN)
     return timeline("Concurrency", "queries", windows, [flying])
 
 

@@ -47,7 +47,7 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-a
 """
 
 
-class Tile(msgspec.Struct):
+class PageTile(msgspec.Struct):
     """One headline figure."""
 
     label: str
@@ -65,25 +65,25 @@ class Notice(msgspec.Struct):
     lines: Sequence[str] = ()
 
 
-class Part(msgspec.Struct, tag_field="kind", tag=str.lower):
+class PagePart(msgspec.Struct, tag_field="kind", tag=str.lower):
     """A block of a section or a cell of a table; the script has a function for each kind."""
 
 
-class Text(Part):
+class Text(PagePart):
     """A coloured cell."""
 
     text: str
     tone: str
 
 
-class Bar(Part):
+class Bar(PagePart):
     """A cell with a bar of this share of the widest one, and its figure."""
 
     share: float
     text: str
 
 
-class Whisker(Part):
+class Whisker(PagePart):
     """A cell with a ratio and its bounds on a logarithmic scale around 1."""
 
     value: float
@@ -92,36 +92,36 @@ class Whisker(Part):
     tone: str
 
 
-class Table(Part):
+class Table(PagePart):
     """The first row is the head; columns hold figures but for those of texts."""
 
     label: str
-    rows: Sequence[Sequence[str | Part]]
+    rows: Sequence[Sequence[str | PagePart]]
     text_columns: Sequence[int] = (0,)
     heading: bool = False  # shows the label above it
 
 
-class Lines(Part):
+class Lines(PagePart):
     """Paragraphs, or with a tone bullets."""
 
     lines: Sequence[str]
     tone: str = ""
 
 
-class Grid(Part):
+class Grid(PagePart):
     """Charts side by side where there is room."""
 
     charts: Sequence[Chart]
 
 
-class Folded(Part):
+class Folded(PagePart):
     """What opens with a click."""
 
     summary: str
-    blocks: Sequence[Part]
+    blocks: Sequence[PagePart]
 
 
-class Pairs(Part):
+class Pairs(PagePart):
     """Names and values."""
 
     values: dict[str, str]
@@ -131,7 +131,7 @@ class Section(msgspec.Struct):
     """A heading with what stands below it."""
 
     title: str
-    blocks: Sequence[Part]
+    blocks: Sequence[PagePart]
     intro: str = ""
 
 
@@ -141,7 +141,7 @@ class ReportPage(msgspec.Struct):
     title: str
     kind: str  # of report, above the title
     chips: Sequence[str]
-    tiles: Sequence[Tile]
+    tiles: Sequence[PageTile]
     sections: Sequence[Section]
     notices: Sequence[Notice] = ()
     verdict: tuple[Tone, str] | None = None

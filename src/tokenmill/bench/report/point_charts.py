@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.bench.client.connections import CANCELLED
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import times_of, window_rates
 from tokenmill.bench.report.charts import (
     AMBER,
@@ -17,8 +17,8 @@ from tokenmill.bench.report.charts import (
     RED,
     Axis,
     Chart,
+    ChartSeries,
     Mark,
-    Series,
     Shape,
     amount_axis,
     cumulative,
@@ -40,11 +40,11 @@ class PointRecords:
     """One point of the run: its summary and its records."""
 
     summary: PointReport
-    records: Sequence[Record]
+    records: Sequence[LoadRecord]
     stream: bool
 
     @property
-    def whole(self) -> list[Record]:
+    def whole(self) -> list[LoadRecord]:
         """The requests that were answered."""
         return [record for record in self.records if record.error is None]
 
@@ -82,25 +82,27 @@ def timelines(point: PointRecords) -> Iterable[Chart]:
     rates = window_rates(
         point.whole, windows.begin_ns, windows.seconds, point.stream, windows.count
     )
-    yield timeline("Throughput", "output tok/s", windows, [Series("output tok/s", rates, "area")])
+    yield timeline(
+        "Throughput", "output tok/s", windows, [ChartSeries("output tok/s", rates, "area")]
+    )
     spans = [(r.sent_ns, max(r.end_ns, r.last_ns, r.sent_ns)) for r in sent]
-    series = [Series("in flight", in_flight(windows, spans), "area", GREEN)]
+    series = [ChartSeries("in flight", in_flight(windows, spans), "area", GREEN)]
     failed = [r.end_ns or r.sent_ns for r in sent if r.error not in (None, CANCELLED)]
     if failed:
-        series.append(Series("failed", counted(windows, failed), "bars", RED))
+        series.append(ChartSeries("failed", counted(windows, failed), "bars", RED))
     yield timeline("Concurrency", "requests", windows, series)
     if point.stream:
         series = _ttft_series(point, windows)
         yield timeline("TTFT by time of sending", MS, windows, series, is_time=True)
 
 
-def _ttft_series(point: PointRecords, windows: Windows) -> list[Series]:
+def _ttft_series(point: PointRecords, windows: Windows) -> list[ChartSeries]:
     by_window: list[list[float]] = [[] for _ in range(windows.count)]
     for record in point.whole:
         if (ttft_ms := times_of(record, point.stream).ttft_ms) is not None:
             by_window[windows.index(record.sent_ns)].append(ttft_ms)
     return [
-        Series(f"p{p}", [percentile(v, p) if v else None for v in by_window], "line", color)
+        ChartSeries(f"p{p}", [percentile(v, p) if v else None for v in by_window], "line", color)
         for p, color in ((50, BLUE), (90, AMBER))
     ]
 
@@ -141,7 +143,7 @@ def pareto(points: Sequence[PointReport]) -> Chart:
         amount_axis(unit, ys),
         xs,
         labels,
-        [Series(unit, ys, "dots"), Series("frontier", frontier, shape, quiet=True)],
+        [ChartSeries(unit, ys, "dots"), ChartSeries("frontier", frontier, shape, quiet=True)],
         names=[_load_name(point) for point in ordered],
     )
 
@@ -175,7 +177,7 @@ def _by_load(
     what: str, points: Sequence[PointReport], unit: str, values: Mapping[str, Sequence[float]]
 ) -> Chart:
     series = [
-        Series(name, found, "line", color)
+        ChartSeries(name, found, "line", color)
         for color, (name, found) in zip(ramp(len(values)), values.items(), strict=True)
     ]
     pad, write = 0.15, in_ms if unit == MS else short

@@ -11,7 +11,7 @@ from tokenmill.bench.report.page import (
     Bar,
     Lines,
     Notice,
-    Part,
+    PagePart,
     ReportPage,
     Section,
     Table,
@@ -75,7 +75,7 @@ def _comparison(one: Comparison, threshold: float) -> Section:
     first, second = one["baseline"], one["other"]
     alone = [f"only {first} has {load}" for load in one["only_baseline"]]
     alone += [f"only {second} has {load}" for load in one["only_other"]]
-    blocks: list[Part] = [Lines(alone)] if alone else []
+    blocks: list[PagePart] = [Lines(alone)] if alone else []
     if one["warnings"]:
         blocks.append(Lines([f"warning: {text}" for text in one["warnings"]], "warn"))
     if one["changed"]:
@@ -95,7 +95,7 @@ def _point(point: PointComparison, first: str, second: str, threshold: float) ->
     return Table(point["load"], [head, *rows], heading=True)
 
 
-def _row(row: RowReport, reach: float, threshold: float) -> list[str | Part]:
+def _row(row: RowReport, reach: float, threshold: float) -> list[str | PagePart]:
     bounds, verdict = row["ci95"], row["verdict"]
     shown, tone = verdict or "-", TONES.get(verdict, "note")
     if verdict not in (None, TOO_FEW) and not bounds:
@@ -120,7 +120,7 @@ def ladder_page(title: str, rungs: Sequence[RungReport]) -> ReportPage:
     """A bar of tokens/s per rung with its figures, or why there is none."""
     most = max((rung["tok_s"] for rung in rungs if "tok_s" in rung), default=1.0)
     head = ["rung", "output tokens per second", "cumulative", "$ per M output", "of its roofline"]
-    rows: list[list[str | Part]] = [[*head]]
+    rows: list[list[str | PagePart]] = [[*head]]
     for rung in rungs:
         if "tok_s" in rung:
             bar = Bar(rung["tok_s"] / most, f"{rung['tok_s']:,.0f}")

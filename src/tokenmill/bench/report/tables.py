@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tokenmill.bench.client.records import Record
+from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import num_tokens, times_of
 from tokenmill.bench.results.reports import LatencyName, OccurrenceName, PointReport
 from tokenmill.core.metrics import PERCENTS, USER_PERCENTILE, min_values
@@ -204,7 +204,7 @@ EVENT_COLUMNS = (
 )
 
 
-def events_csv(points: Sequence[PointReport], records: Sequence[Record], stream: bool) -> str:
+def events_csv(points: Sequence[PointReport], records: Sequence[LoadRecord], stream: bool) -> str:
     """A line per request; seconds count from the first one planned at its point."""
     begins: dict[int, int] = {}
     for record in records:
@@ -214,7 +214,7 @@ def events_csv(points: Sequence[PointReport], records: Sequence[Record], stream:
     return _csv(EVENT_COLUMNS, lines)
 
 
-def _event(load: str, record: Record, begin_ns: int, stream: bool) -> list[Any]:
+def _event(load: str, record: LoadRecord, begin_ns: int, stream: bool) -> list[Any]:
     times = times_of(record, stream)
     whole = record.error is None
     return [

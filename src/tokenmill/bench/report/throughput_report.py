@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench import offline as bench
 from tokenmill.bench.results.reports import CellReport, ThroughputReport
-from tokenmill.bench.roofline import Machine, Setup, roofline
+from tokenmill.bench.roofline import CellSetup, PeakRates, roofline
 from tokenmill.bench.workload import Cell
 from tokenmill.console import out
 from tokenmill.core.config import ParallelConfig
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def throughput_report(
     cells: list[Cell],
     measured: dict[str, list[bench.CellRun]],
-    machine: Machine,
+    machine: PeakRates,
     built: BuiltEngine,
-    setup: Setup,
+    setup: CellSetup,
     peaks: tuple[float, dict[str, float]],
 ) -> ThroughputReport:
     """All figures of a run; `peaks` is the memory of the process and of the GPU in MiB."""

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tokenmill.bench.report.charts import Axis, Chart, Series, amount_axis, in_ms, middles, short
+from tokenmill.bench.report.charts import (
+    Axis,
+    Chart,
+    ChartSeries,
+    amount_axis,
+    in_ms,
+    middles,
+    short,
+)
 
 NUM_WINDOWS = 60
 
@@ -76,7 +84,7 @@ def _parts(windows: Windows, begin: int, end: int) -> Iterator[tuple[int, float]
 
 
 def timeline(
-    title: str, unit: str, windows: Windows, series: Sequence[Series], *, is_time: bool = False
+    title: str, unit: str, windows: Windows, series: Sequence[ChartSeries], *, is_time: bool = False
 ) -> Chart:
     """Series over the seconds of the run."""
     edges, write = windows.edges_s(), in_ms if is_time else short

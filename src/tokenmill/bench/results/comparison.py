@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
-from tokenmill.bench.results.result import Point, Round
+from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.intervals import CONFIDENCE, Estimate, ratio_interval
 from tokenmill.core.metrics import usd_per_million_tokens
@@ -62,7 +62,7 @@ HEADLINE = {"output_tok_s", "output_tok_s_gpu", "ttft_ms.p50", "ttft_ms.p99", "t
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricRow:
     """One metric of two points; `judged`: whether it may decide."""
 
     metric: Metric
@@ -122,7 +122,7 @@ class Row:
         }
 
 
-def compare(rounds: Sequence[Round], threshold: float) -> CompareReport:
+def compare(rounds: Sequence[ToolResult], threshold: float) -> CompareReport:
     """Every round against the first one."""
     names = [chr(ord("A") + index) for index in range(len(rounds))]
     for one in rounds:
@@ -136,7 +136,7 @@ def compare(rounds: Sequence[Round], threshold: float) -> CompareReport:
     }
 
 
-def _describe(name: str, one: Round) -> RoundReport:
+def _describe(name: str, one: ToolResult) -> RoundReport:
     return {
         "name": name,
         "source": one.source,
@@ -148,7 +148,7 @@ def _describe(name: str, one: Round) -> RoundReport:
     }
 
 
-def _add_derived(one: Round) -> None:
+def _add_derived(one: ToolResult) -> None:
     """Rates per GPU, and prices, where the GPUs and their price are known."""
     for point in one.points:
         values = point.values
@@ -160,7 +160,7 @@ def _add_derived(one: Round) -> None:
                 values[metric.name] = usd_per_million_tokens(per_hour, values[metric.of])
 
 
-def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Comparison:
+def _compare(baseline: ToolResult, other: ToolResult, name: str, threshold: float) -> Comparison:
     pairs = _matched(baseline, other)
     warnings = _differences(baseline, other, pairs)
     by_load, comparable = [], []
@@ -203,7 +203,7 @@ def _compare(baseline: Round, other: Round, name: str, threshold: float) -> Comp
     }
 
 
-def _matched(baseline: Round, other: Round) -> list[tuple[Point, Point]]:
+def _matched(baseline: ToolResult, other: ToolResult) -> list[tuple[ResultPoint, ResultPoint]]:
     """Points with the same key; two single points are shown side by side whatever they are."""
     others = {point.key: point for point in other.points}
     pairs = [(p, others[p.key]) for p in baseline.points if p.key in others]
@@ -217,7 +217,7 @@ def _matched(baseline: Round, other: Round) -> list[tuple[Point, Point]]:
     )
 
 
-def _unlike(first: Point, second: Point, same_tool: bool) -> list[str]:
+def _unlike(first: ResultPoint, second: ResultPoint, same_tool: bool) -> list[str]:
     """Why a difference between two points says nothing about the systems."""
     found = []
     if first.key != second.key:
@@ -230,7 +230,9 @@ def _unlike(first: Point, second: Point, same_tool: bool) -> list[str]:
     return found
 
 
-def _differences(baseline: Round, other: Round, pairs: Iterable[tuple[Point, Point]]) -> list[str]:
+def _differences(
+    baseline: ToolResult, other: ToolResult, pairs: Iterable[tuple[ResultPoint, ResultPoint]]
+) -> list[str]:
     """What makes the comparison a weak one."""
     found = []
     same_tool = baseline.tool == other.tool
@@ -252,7 +254,7 @@ def _differences(baseline: Round, other: Round, pairs: Iterable[tuple[Point, Poi
     return found
 
 
-def _disagreements(rows: Iterable[Row], *sides: tuple[Round, Point]) -> list[str]:
+def _disagreements(rows: Iterable[MetricRow], *sides: tuple[ToolResult, ResultPoint]) -> list[str]:
     """Summaries that do not agree with their own events."""
     found = []
     for row in rows:
@@ -268,7 +270,7 @@ def _disagreements(rows: Iterable[Row], *sides: tuple[Round, Point]) -> list[str
     return found
 
 
-def _rows(first: Point, second: Point, same_gpus: bool) -> list[Row]:
+def _rows(first: ResultPoint, second: ResultPoint, same_gpus: bool) -> list[MetricRow]:
     rows = []
     for metric in METRICS:
         if metric.name.startswith("good_") and first.slo != second.slo:
@@ -281,11 +283,13 @@ def _rows(first: Point, second: Point, same_gpus: bool) -> list[Row]:
         judged = same_gpus != metric.per_gpu if metric.per_gpu or both else True
         estimates = _estimates(metric, first, second)
         sampled = any(_base(metric.of or metric.name) in p.samples for p in (first, second))
-        rows.append(Row(metric, one, two, estimates, judged, sampled))
+        rows.append(MetricRow(metric, one, two, estimates, judged, sampled))
     return rows
 
 
-def _estimates(metric: Metric, first: Point, second: Point) -> tuple[Estimate, Estimate] | None:
+def _estimates(
+    metric: Metric, first: ResultPoint, second: ResultPoint
+) -> tuple[Estimate, Estimate] | None:
     """Of both points; what is a multiple of another figure is known as well as that."""
     found = []
     for point in (first, second):
@@ -299,21 +303,21 @@ def _estimates(metric: Metric, first: Point, second: Point) -> tuple[Estimate, E
     return found[0], found[1]
 
 
-def _decisive(rows: Sequence[Row]) -> list[Row]:
+def _decisive(rows: Sequence[MetricRow]) -> list[MetricRow]:
     """The rows that decide: the headline metrics', or all where there are none of these."""
     judged = [row for row in rows if row.judged and not row.unfounded]
     return [row for row in judged if row.metric.name in HEADLINE] or judged
 
 
-def _joint_confidence(decisive: Sequence[Row]) -> float:
+def _joint_confidence(decisive: Sequence[MetricRow]) -> float:
     """Of one interval, so that all that decide hold together at 95 %."""
     num_intervals = sum(row.estimates is not None for row in decisive)
     return 1 - (1 - CONFIDENCE) / max(num_intervals, 1)
 
 
 def _overall(
-    by_load: Sequence[tuple[str, Sequence[Row]]],
-    decisive: Sequence[Row],
+    by_load: Sequence[tuple[str, Sequence[MetricRow]]],
+    decisive: Sequence[MetricRow],
     threshold: float,
     confidence: float,
 ) -> tuple[str, dict[str, list[str]]]:
@@ -330,7 +334,7 @@ def _overall(
     return next(iter(headline), NOTHING), headline
 
 
-def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:
+def hit_differences(pairs: Iterable[tuple[ResultPoint, ResultPoint]]) -> list[str]:
     """Points at which the server's prefix cache did more in one round than in the other."""
     found = []
     for first, second in pairs:
@@ -340,7 +344,7 @@ def hit_differences(pairs: Iterable[tuple[Point, Point]]) -> list[str]:
     return found
 
 
-def changes(baseline: Round, other: Round) -> dict[str, list[Any]]:
+def changes(baseline: ToolResult, other: ToolResult) -> dict[str, list[Any]]:
     """The settings that differ: name -> [baseline, other].
 
     Tools have settings of their own: between two tools only those that both have are compared.

@@ -13,7 +13,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.results.result import Json, Point, Round, flat, load_key, per_request, present
+from tokenmill.bench.results.result import (
+    Json,
+    ResultPoint,
+    ToolResult,
+    flat,
+    load_key,
+    per_request,
+    present,
+)
 from tokenmill.core.metrics import summarize
 
 MS_OF = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
@@ -36,7 +44,7 @@ def is_aiperf(data: Json) -> bool:
     return "aiperf_version" in data or ("input_config" in data and "request_throughput" in data)
 
 
-def read_aiperf(data: Json, path: Path) -> Round:
+def read_aiperf(data: Json, path: Path) -> ToolResult:
     """One run; with profile_export.jsonl beside it every request counts."""
 
     def average(name: str) -> float | None:
@@ -47,7 +55,7 @@ def read_aiperf(data: Json, path: Path) -> Round:
     phase = phases[-1] if phases else {}
     rate = phase.get("rate")
     load, key = load_key(None if rate else phase.get("concurrency"), rate, phase.get("type", "run"))
-    point = Point(load, key)
+    point = ResultPoint(load, key)
     seconds = average("benchmark_duration")
     tokens = (average("total_isl") or 0) + (average("total_osl") or 0)
     point.values = present(
@@ -76,7 +84,7 @@ def read_aiperf(data: Json, path: Path) -> Round:
     if data.get("was_cancelled") or data.get("is_complete") is False:
         notices.append(f"incomplete: {data.get('incomplete_reason') or 'the run was cancelled'}")
     kept = {name: value for name, value in config.items() if name != "artifacts"}
-    return Round(
+    return ToolResult(
         str(path),
         f"AIPerf {data.get('aiperf_version', '')}".strip(),
         [point],
@@ -113,7 +121,7 @@ def is_guidellm(data: Json) -> bool:
     return isinstance(data.get("benchmarks"), list) and "metadata" in data
 
 
-def read_guidellm(data: Json, path: Path) -> Round:
+def read_guidellm(data: Json, path: Path) -> ToolResult:
     """A point for every benchmark of the report."""
     version = data["metadata"].get("guidellm_version", "")
     notices: list[str] = []
@@ -130,15 +138,15 @@ def read_guidellm(data: Json, path: Path) -> Round:
     backend = config.get("backend") or {}
     kept = {name: value for name, value in config.items() if name != "outputs"}
     own = _with_model(flat(kept), backend.get("model"))
-    return Round(str(path), f"guidellm {version}".strip(), points, own, None, None, notices)
+    return ToolResult(str(path), f"guidellm {version}".strip(), points, own, None, None, notices)
 
 
-def _guidellm_point(raw: Json) -> Point:
+def _guidellm_point(raw: Json) -> ResultPoint:
     strategy = raw["config"]["strategy"]
     kind = strategy.get("type_", "")
     streams = 1 if kind == "synchronous" else strategy.get("streams")
     load, key = load_key(streams, strategy.get("rate"), kind)
-    point, metrics = Point(load, key), raw["metrics"]
+    point, metrics = ResultPoint(load, key), raw["metrics"]
 
     def summary(name: str) -> dict[str, Any]:
         found = (metrics.get(name) or {}).get("successful") or {}
@@ -175,7 +183,7 @@ def is_endpoints(data: Json) -> bool:
     return "n_samples_issued" in data and "duration_ns" in data
 
 
-def read_endpoints(data: Json, path: Path) -> Round:
+def read_endpoints(data: Json, path: Path) -> ToolResult:
     """One run of the MLPerf Endpoints client; its times are in ns."""
     config = data.get("run_config") or {}
     pattern = config.get("load_pattern") or {}
@@ -183,7 +191,7 @@ def read_endpoints(data: Json, path: Path) -> Round:
     concurrency = pattern.get("target_concurrency") if kind == "concurrency" else None
     rate = pattern.get("target_qps") if kind == "poisson" else None
     load, key = load_key(concurrency, rate, kind)
-    point = Point(load, key)
+    point = ResultPoint(load, key)
     point.values = present({"output_tok_s": data.get("tps"), "request_s": data.get("qps")})
     for name, theirs in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("e2e_ms", "latency")):
         block = data.get(theirs) or {}
@@ -202,7 +210,7 @@ def read_endpoints(data: Json, path: Path) -> Round:
     if data.get("complete") is False:
         notices.append(f"incomplete: state {data.get('state')}")
     tool = f"mlcommons/endpoints {data.get('version', '')}".strip()
-    return Round(str(path), tool, [point], flat(config), None, None, notices)
+    return ToolResult(str(path), tool, [point], flat(config), None, None, notices)
 
 
 def is_vllm(data: Json) -> bool:
@@ -210,13 +218,13 @@ def is_vllm(data: Json) -> bool:
     return "request_throughput" in data and "output_throughput" in data and "duration" in data
 
 
-def read_vllm(data: Json, path: Path) -> Round:
+def read_vllm(data: Json, path: Path) -> ToolResult:
     """One run; with --save-detailed every request counts."""
     rate = data.get("request_rate")
     finite = rate if isinstance(rate, int | float) else None
     concurrency = data.get("max_concurrency") if finite is None else None
     load, key = load_key(concurrency, finite, "burst")
-    point = Point(load, key)
+    point = ResultPoint(load, key)
     point.values = present(
         {
             "output_tok_s": data["output_throughput"],
@@ -246,7 +254,9 @@ def read_vllm(data: Json, path: Path) -> Round:
     config = {name: data.get(name) for name in VLLM_CONFIG}
     tool = "vllm bench"
     model = data.get("model_id")
-    return Round(str(path), tool, [point], _with_model(flat(config), model), None, None, notices)
+    return ToolResult(
+        str(path), tool, [point], _with_model(flat(config), model), None, None, notices
+    )
 
 
 def _vllm_samples(data: Json) -> dict[str, list[float]]:

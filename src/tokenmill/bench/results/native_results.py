@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.bench.client.audit import all_warnings
-from tokenmill.bench.client.records import Record, read_records
+from tokenmill.bench.client.records import LoadRecord, read_records
 from tokenmill.bench.client.summary import NUM_WINDOWS, num_tokens, times_of
 from tokenmill.bench.mlperf import loadgen
 from tokenmill.bench.offline import OURS
@@ -22,7 +22,15 @@ from tokenmill.bench.results.reports import (
     PointReport,
     ThroughputReport,
 )
-from tokenmill.bench.results.result import Json, Point, Round, flat, load_key, per_request, present
+from tokenmill.bench.results.result import (
+    Json,
+    ResultPoint,
+    ToolResult,
+    flat,
+    load_key,
+    per_request,
+    present,
+)
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import NS_PER_MS
 
@@ -43,7 +51,7 @@ MLPERF_CONFIG = (
 MIN_DURATION_MS = 600_000  # of a valid run
 
 
-def read_endpoint(data: EndpointReport, path: Path) -> Round:
+def read_endpoint(data: EndpointReport, path: Path) -> ToolResult:
     """A report with points; with events.jsonl beside it every request counts."""
     config = dict(data.get("config") or {})
     points = [_endpoint_point(point) for point in data["points"]]
@@ -60,7 +68,7 @@ def read_endpoint(data: EndpointReport, path: Path) -> Round:
     given = config | (data.get("settings") or {})
     kept = {key: value for key, value in given.items() if key not in NOT_CONFIG}
     price: Json = next((p["price"] for p in data["points"] if "price" in p), {})
-    return Round(
+    return ToolResult(
         str(path),
         OWN,
         points,
@@ -71,9 +79,9 @@ def read_endpoint(data: EndpointReport, path: Path) -> Round:
     )
 
 
-def _endpoint_point(raw: PointReport) -> Point:
+def _endpoint_point(raw: PointReport) -> ResultPoint:
     load, key = load_key(raw.get("concurrency"), raw.get("rate"), raw["load"])
-    point = Point(load, key)
+    point = ResultPoint(load, key)
     point.values = present({n: raw.get(n) for n in ("output_tok_s", "total_tok_s", "request_s")})
     for name in LATENCIES:
         point.add(name, raw.get(name))
@@ -116,7 +124,7 @@ def _prefix_hits(raw: PointReport) -> float | None:
     return server["prefix_hit_rate"] if server else None
 
 
-def _add_events(path: Path, data: EndpointReport, points: Sequence[Point]) -> list[str]:
+def _add_events(path: Path, data: EndpointReport, points: Sequence[ResultPoint]) -> list[str]:
     """The requests behind the figures, in the order they were sent."""
     try:
         records = read_records(path)
@@ -141,7 +149,7 @@ def _add_events(path: Path, data: EndpointReport, points: Sequence[Point]) -> li
     return notices
 
 
-def _window_rates(whole: Sequence[Record], stream: bool) -> dict[str, list[float]]:
+def _window_rates(whole: Sequence[LoadRecord], stream: bool) -> dict[str, list[float]]:
     """Requests and tokens of equal parts of the run, by where an answer ends."""
     if not whole:
         return {}
@@ -156,11 +164,11 @@ def _window_rates(whole: Sequence[Record], stream: bool) -> dict[str, list[float
     return rates
 
 
-def read_mlperf(data: Json, path: Path) -> Round:
+def read_mlperf(data: Json, path: Path) -> ToolResult:
     """The JSON line of `bench mlperf`."""
     report = msgspec.convert(data, MlperfReport)
     name = f"{report.mlperf_benchmark} {report.scenario}"
-    point = Point(name, ("scenario", name))
+    point = ResultPoint(name, ("scenario", name))
     if report.metric and report.metric.unit == "tokens/s":
         point.values["output_tok_s"] = report.metric.value
     point.values |= present({"request_s": report.samples_per_s})
@@ -179,15 +187,15 @@ def read_mlperf(data: Json, path: Path) -> Round:
     if report.result == "INVALID":
         notices.append("INVALID: " + "; ".join(report.reasons))
     config = flat({key: data.get(key) for key in MLPERF_CONFIG})
-    return Round(str(path), OWN, [point], config, gpus or None, None, notices)
+    return ToolResult(str(path), OWN, [point], config, gpus or None, None, notices)
 
 
-def read_throughput(data: ThroughputReport, path: Path) -> Round:
+def read_throughput(data: ThroughputReport, path: Path) -> ToolResult:
     """The JSON line of `bench throughput`: a point for every cell, several runs behind each."""
     points = []
     for name, by_engine in data["cells"].items():
         raw = by_engine[OURS]
-        point = Point(name, ("cell", name))
+        point = ResultPoint(name, ("cell", name))
         point.values = {"output_tok_s": raw["output_tok_s"], "total_tok_s": raw["total_tok_s"]}
         point.runs = {
             n: [value * run / raw["tok_s"] for run in raw["tok_s_runs"]]
@@ -207,13 +215,13 @@ def read_throughput(data: ThroughputReport, path: Path) -> Round:
     keys = ("model", "dtype", "kv_dtype", "device", "num_threads", "max_num_seqs", "kv_tokens")
     config = flat({key: data.get(key) for key in (*keys, "machine")})
     gpus = 1 if data.get("device") == "cuda" else None
-    return Round(str(path), OWN, points, config, gpus)
+    return ToolResult(str(path), OWN, points, config, gpus)
 
 
-def read_ladder(data: LadderReport, path: Path) -> Round:
+def read_ladder(data: LadderReport, path: Path) -> ToolResult:
     """The JSON line of `bench ladder`: a point for every rung that ran."""
     points = [
-        Point(
+        ResultPoint(
             row["name"],
             ("rung", row["rung"]),
             {"output_tok_s": row["tok_s"], "usd_per_million_output": row["usd_per_million"]},
@@ -224,10 +232,10 @@ def read_ladder(data: LadderReport, path: Path) -> Round:
     config = {key: data.get(key) for key in ("model", "device", "workload")}
     on_gpu = data.get("device") == "cuda"
     price = data.get("usd_per_hour") if on_gpu else None
-    return Round(str(path), OWN, points, config, 1 if on_gpu else None, price)
+    return ToolResult(str(path), OWN, points, config, 1 if on_gpu else None, price)
 
 
-READERS: dict[str, Callable[[Any, Path], Round]] = {
+READERS: dict[str, Callable[[Any, Path], ToolResult]] = {
     "endpoint": read_endpoint,
     "campaign": read_endpoint,
     "mlperf": read_mlperf,
@@ -236,7 +244,7 @@ READERS: dict[str, Callable[[Any, Path], Round]] = {
 }
 
 
-def read_loadgen(path: Path) -> Round:
+def read_loadgen(path: Path) -> ToolResult:
     """A folder with LoadGen's logs, such as a submission: a point for every scenario."""
     folders = sorted(log.parent for log in path.rglob(loadgen.DETAIL))
     folders = [folder for folder in folders if "accuracy" not in folder.parts]
@@ -249,7 +257,7 @@ def read_loadgen(path: Path) -> Round:
             notices.append(f"{name}: INVALID by LoadGen's log")
         if float(values.get("effective_min_duration_ms", 0)) < MIN_DURATION_MS:
             notices.append(f"{name}: shorter than the rules' ten minutes, not a valid submission")
-    return Round(str(path), LOADGEN, points, {}, None, None, notices)
+    return ToolResult(str(path), LOADGEN, points, {}, None, None, notices)
 
 
 def _scenario(folder: Path) -> str:
@@ -258,8 +266,8 @@ def _scenario(folder: Path) -> str:
     return f"{benchmark} {scenario}" if performance == "performance" else ""
 
 
-def _loadgen_point(name: str, values: Json) -> Point:
-    point = Point(name, ("scenario", name))
+def _loadgen_point(name: str, values: Json) -> ResultPoint:
+    point = ResultPoint(name, ("scenario", name))
     found = {
         "output_tok_s": values.get("result_completed_tokens_per_second")
         or values.get("result_tokens_per_second"),

@@ -10,7 +10,7 @@ from typing import cast
 
 from tokenmill.bench.results.native_results import LOADGEN
 from tokenmill.bench.results.reports import EntryReport, PlacedReport
-from tokenmill.bench.results.result import Round
+from tokenmill.bench.results.result import ToolResult
 from tokenmill.bench.workload import BenchError
 
 TABLE = Path(__file__).parent / "mlperf_inference_datacenter.csv"
@@ -26,7 +26,7 @@ MISLABELED = ("v5.1", "llama3.1-8b", "Interactive")  # as Queries/s; the logs ha
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PublishedEntry:
     """One published row."""
 
     round: str
@@ -57,18 +57,18 @@ class Entry:
         return cast(EntryReport, asdict(self) | {"per_accelerator": self.per_accelerator})
 
 
-def read_table(path: Path = TABLE) -> list[Entry]:
+def read_table(path: Path = TABLE) -> list[PublishedEntry]:
     """All rows of the shipped table."""
     with path.open(encoding="utf-8", newline="") as file:
         return [_entry(row) for row in csv.DictReader(file)]
 
 
-def _entry(row: dict[str, str]) -> Entry:
+def _entry(row: dict[str, str]) -> PublishedEntry:
     mislabeled = (row["round"], row["benchmark"], row["scenario"]) == MISLABELED
     texts = {
         name: row[name].strip() for name in row if name not in ("nodes", "accelerators", "result")
     }
-    return Entry(
+    return PublishedEntry(
         **texts | {"unit": TOKENS if mislabeled else row["unit"]},
         nodes=int(row["nodes"]),
         accelerators=int(row["accelerators"]),
@@ -76,7 +76,7 @@ def _entry(row: dict[str, str]) -> Entry:
     )
 
 
-def overview(table: Iterable[Entry]) -> dict[str, dict[str, int]]:
+def overview(table: Iterable[PublishedEntry]) -> dict[str, dict[str, int]]:
     """How many rows each benchmark has in each scenario."""
     found: dict[str, dict[str, int]] = {}
     for entry in table:
@@ -86,14 +86,14 @@ def overview(table: Iterable[Entry]) -> dict[str, dict[str, int]]:
 
 
 def choose(
-    table: Sequence[Entry],
+    table: Sequence[PublishedEntry],
     benchmark: str,
     scenario: str,
     *,
     round: str | None = None,
     accelerator: str | None = None,
     submitter: str | None = None,
-) -> list[Entry]:
+) -> list[PublishedEntry]:
     """The rows of a benchmark's scenario, the best first; whatever does not exist is an error."""
     known = overview(table)
     name = _known("--benchmark", benchmark, known)
@@ -123,7 +123,7 @@ def _known(flag: str, text: str, names: Iterable[str]) -> str:
     return found
 
 
-def _order(entry: Entry) -> tuple[int, float]:
+def _order(entry: PublishedEntry) -> tuple[int, float]:
     """Best first: latencies upwards, rates per accelerator downwards, the rest after them."""
     if entry.unit == LATENCY:
         return 0, entry.result
@@ -140,7 +140,7 @@ class Ours:
     notices: tuple[str, ...] = ()
 
 
-def of_round(one: Round, entry: Entry, accelerators: int | None) -> Ours:
+def of_round(one: ToolResult, entry: PublishedEntry, accelerators: int | None) -> Ours:
     """A result in the unit of rows such as `entry`; its best load counts."""
     lower = entry.unit == LATENCY
     name, scale = FIGURES[entry.unit]
@@ -160,7 +160,7 @@ def of_round(one: Round, entry: Entry, accelerators: int | None) -> Ours:
     return Ours(min(values) if lower else max(values), accelerators or one.gpus, tuple(notices))
 
 
-def place(entries: Sequence[Entry], ours: Ours) -> PlacedReport:
+def place(entries: Sequence[PublishedEntry], ours: Ours) -> PlacedReport:
     """Rank and share of the best among the rows: per accelerator, but latencies as they are."""
     latency = bool(entries) and entries[0].unit == LATENCY
     if latency:

@@ -10,7 +10,7 @@ from tokenmill.bench.mlperf import loadgen
 from tokenmill.bench.results import external_results
 from tokenmill.bench.results import native_results as own
 from tokenmill.bench.results.manifest import MANIFEST
-from tokenmill.bench.results.result import Round, flat
+from tokenmill.bench.results.result import ToolResult, flat
 from tokenmill.bench.workload import BenchError
 
 # What the tools call their result in a folder.
@@ -29,7 +29,7 @@ KNOWN = ", ".join(
 )
 
 
-def read_round(path: Path) -> Round:
+def read_round(path: Path) -> ToolResult:
     """The result in a file or a folder; BenchError says what is wrong with it."""
     if not path.exists():
         raise BenchError(f"{path}: no such file or folder")
@@ -51,7 +51,7 @@ def read_round(path: Path) -> Round:
     return found
 
 
-def _read_logs(folder: Path) -> Round:
+def _read_logs(folder: Path) -> ToolResult:
     if not next(folder.rglob(loadgen.DETAIL), None):
         raise BenchError(
             f"{folder}: has none of {', '.join(FILES)} nor LoadGen's {loadgen.DETAIL}; "
@@ -88,7 +88,7 @@ def _machine(manifest: Path) -> dict[str, Any]:
     return flat({key: data.get(key) for key in ("software", "hardware")})
 
 
-def _read(data: dict[str, Any], path: Path) -> Round:
+def _read(data: dict[str, Any], path: Path) -> ToolResult:
     if read := own.READERS.get(str(data.get("benchmark"))):
         found = read(data, path)
         found.config |= _machine(path.with_name(MANIFEST)) if path.name == FILES[0] else {}

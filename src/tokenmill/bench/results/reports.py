@@ -162,7 +162,7 @@ class PromptsReport(TypedDict):
     salt: str | None
 
 
-class ServerMetrics(TypedDict):
+class MetricsSource(TypedDict):
     """Where the server's metrics were read, and why there are none."""
 
     url: str
@@ -215,7 +215,7 @@ class EndpointReport(TypedDict):
     api: str
     stream: bool
     interrupted: bool
-    server_metrics: ServerMetrics | None
+    server_metrics: MetricsSource | None
     prompts: PromptsReport
     points: list[PointReport]
     config: dict[str, Any]

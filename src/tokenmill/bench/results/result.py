@@ -14,7 +14,7 @@ STATISTICS: dict[str, float | None] = {"mean": None, "p50": 50.0, "p90": 90.0, "
 
 
 @dataclass(slots=True)
-class Point:
+class ResultPoint:
     """One load of a round; values are named "output_tok_s" or "ttft_ms.p50"."""
 
     load: str
@@ -53,12 +53,12 @@ class Point:
 
 
 @dataclass(slots=True)
-class Round:
+class ToolResult:
     """A result file or folder."""
 
     source: str
     tool: str
-    points: list[Point]
+    points: list[ResultPoint]
     config: dict[str, Any]  # flat
     gpus: int | None = None
     usd_per_gpu_hour: float | None = None

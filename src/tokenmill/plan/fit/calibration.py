@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.results.reading import read_round
-from tokenmill.bench.results.result import Point, Round
+from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.fit.fit_sources import unseen_error
 from tokenmill.plan.fit.fitting import Prior, Row, fit
@@ -92,7 +92,7 @@ def calibrate(paths: Iterable[Path], target: Target, base: Fit, date: str) -> Ca
     return Calibration(Fit(base.name, found, date, source, names, error), tuple(rows))
 
 
-def _rows(one: Round, target: Target) -> list[Row]:
+def _rows(one: ToolResult, target: Target) -> list[Row]:
     rows = []
     for point in one.points:
         kind, concurrency = point.key
@@ -105,7 +105,7 @@ def _rows(one: Round, target: Target) -> list[Row]:
     return rows
 
 
-def _lengths(point: Point, one: Round) -> Lengths:
+def _lengths(point: ResultPoint, one: ToolResult) -> Lengths:
     """The mean request of a result, where no distribution is given."""
     means = [point.facts.get(name) for name in ("input_tokens", "output_tokens")]
     if None in means:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tokenmill.bench.results.published_results import LATENCY, Entry, read_table
+from tokenmill.bench.results.published_results import LATENCY, PublishedEntry, read_table
 from tokenmill.plan.fit.fitting import log_error
 from tokenmill.plan.fit.published import ACCELERATORS
 from tokenmill.plan.hardware import find_gpu
@@ -18,7 +18,7 @@ from tokenmill.plan.predict.jobs import JOBS, job_rate
 class JobRow:
     """The best row of a GPU and scenario, as samples per second; nothing was fitted on it."""
 
-    entry: Entry
+    entry: PublishedEntry
     gpu: str
     measured: float
     predicted: float
@@ -42,7 +42,7 @@ def job_rows(fit: Fit, names: Sequence[str] = tuple(JOBS)) -> list[JobRow]:
     return [best[key] for key in sorted(best)]
 
 
-def _row(entry: Entry, fit: Fit) -> JobRow:
+def _row(entry: PublishedEntry, fit: Fit) -> JobRow:
     gpu = find_gpu(ACCELERATORS[entry.accelerator])
     measured = 1 / entry.result if entry.unit == LATENCY else entry.result
     predicted = job_rate(entry.benchmark, entry.scenario, gpu, entry.accelerators, fit.efficiency)

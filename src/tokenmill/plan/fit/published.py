@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenmill.bench.results.published_results import TOKENS, Entry, read_table
+from tokenmill.bench.results.published_results import TOKENS, PublishedEntry, read_table
 from tokenmill.plan.hardware import find_gpu
 from tokenmill.plan.predict.benchmarks import BENCHMARKS, ROUNDS, find_benchmark
 from tokenmill.plan.predict.prediction import Question
@@ -35,7 +35,7 @@ EVERY = 4
 class Published:
     """One published row that can be predicted."""
 
-    entry: Entry
+    entry: PublishedEntry
     question: Question
     fitted: bool = False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.bench.report.charts import Axis, Chart, Series, amount_axis, ramp, short
+from tokenmill.bench.report.charts import Axis, Chart, ChartSeries, amount_axis, ramp, short
 from tokenmill.bench.report.page import Folded, Grid, Notice, ReportPage, Section, Table
 from tokenmill.plan.pareto.curves import OFFLINE, Case, Curve, Point, point_report
 from tokenmill.plan.pareto.published_points import PublishedPoint
@@ -135,7 +135,7 @@ def _chart(
     )
 
 
-def _span(series: Series) -> str:
+def _span(series: ChartSeries) -> str:
     values = [value for value in series.values if value is not None]
     return f"from {short(values[0])} to {short(values[-1])}"
 
@@ -160,12 +160,12 @@ def _value_axis(unit: str, values: Sequence[float]) -> Axis:
     return amount_axis(unit, values)
 
 
-def _line(result: Result, curve: Curve, value_of: Callable[[Curve, float], float]) -> Series:
+def _line(result: Result, curve: Curve, value_of: Callable[[Curve, float], float]) -> ChartSeries:
     def bounds(point: Point) -> tuple[float, float]:
         low, high = sorted(value_of(curve, bound) for bound in point.interval)
         return low, high
 
-    return Series(
+    return ChartSeries(
         curve.name,
         [value_of(curve, point.per_gpu) if point else None for point in curve.points],
         "line",
@@ -174,7 +174,7 @@ def _line(result: Result, curve: Curve, value_of: Callable[[Curve, float], float
     )
 
 
-def _dots(result: Result, value_of: Callable[[Curve, float], float]) -> list[Series]:
+def _dots(result: Result, value_of: Callable[[Curve, float], float]) -> list[ChartSeries]:
     """The published rows of each GPU in the colour of its first curve."""
     found = []
     for key in dict.fromkeys(curve.gpu.key for curve in result.curves):
@@ -183,7 +183,7 @@ def _dots(result: Result, value_of: Callable[[Curve, float], float]) -> list[Ser
         if places:
             values = [places.get(x) for x in result.xs]
             color = result.colors[curve.name]
-            found.append(Series(f"{key} published", values, "dots", color))
+            found.append(ChartSeries(f"{key} published", values, "dots", color))
     return found
 
 
