@@ -10,12 +10,7 @@ import pytest
 
 from fake_runner import FakeRunner
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.engine.drafts.drafting import (
-    AdaptiveDrafting,
-    Drafting,
-    FixedDrafting,
-    LookupDrafting,
-)
+from tokenmill.engine.drafts.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
@@ -109,7 +104,10 @@ def test_never_slower_than_without_drafts_and_close_to_the_best_number(
     cost: Cost, num_seqs: int
 ) -> None:
     for right in (0.02, 0.5, 0.8):
-        for drafting, there in ((AdaptiveDrafting(3), 1.0), (LookupDrafting(3), 0.5)):
+        for drafting, there in (
+            (AdaptiveDrafting(3), 1.0),
+            (AdaptiveDrafting(3, looks_up=True), 0.5),
+        ):
             load = Load(drafting, cost, right, there)
             load.run(num_seqs, 300)
             rates, found = fixed_rates(load, num_seqs), load.rate(num_seqs, 1000)
@@ -249,13 +247,13 @@ def test_drafts_that_are_looked_up_are_verified_where_that_pays() -> None:
         (compute_bound, 0.7, 0.5, 0),
         (lambda _, count: 1.0 + 0.35 * count, 0.6, 0.7, 1),
     ):
-        load = Load(LookupDrafting(3), cost, right, there)
+        load = Load(AdaptiveDrafting(3, looks_up=True), cost, right, there)
         load.run(4, 1000)
         assert share(load.run(4, 1000), best) > 0.8, (cost, right, there)
 
 
 def test_what_is_looked_up_adapts_to_a_new_load() -> None:
-    load = Load(LookupDrafting(3), memory_bound, 0.01)
+    load = Load(AdaptiveDrafting(3, looks_up=True), memory_bound, 0.01)
     load.run(1, 1000)
     load.right = 0.8
     assert share(load.run(1, 3000)[1500:], 3) > 0.8

@@ -34,12 +34,7 @@ from tokenmill.engine.choices import (
     set_mode,
     set_num_threads,
 )
-from tokenmill.engine.drafts.drafting import (
-    AdaptiveDrafting,
-    Drafting,
-    FixedDrafting,
-    LookupDrafting,
-)
+from tokenmill.engine.drafts.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from tokenmill.engine.drafts.eagle3 import Eagle3Files, Eagle3Head, is_eagle3, open_eagle3
 from tokenmill.engine.drafts.proposer import Drafter
 from tokenmill.engine.engine import LanguageEngine
@@ -547,7 +542,7 @@ def _drafting(execution: ExecutionConfig, looks_up: bool) -> Drafting | None:
         return None
     if not execution.mtp_adaptive:
         return FixedDrafting(execution.mtp)
-    return (LookupDrafting if looks_up else AdaptiveDrafting)(execution.mtp)
+    return AdaptiveDrafting(execution.mtp, looks_up)
 
 
 def _reserve(
