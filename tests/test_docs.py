@@ -55,6 +55,7 @@ OTHER_FLAGS = {
     "--soak-calls",
     "--check",
     "--help",
+    "--here",
     "--config",
     "--build-arg",
     "--kv-events-config",

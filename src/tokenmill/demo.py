@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,12 +51,17 @@ QUESTIONS = (
     "Why do we see lightning before we hear thunder?",
 )
 LAST_QUESTION = "These were today's questions and answers. Which question was about the sea?"
+FIRST = """\
+1. Chats with SmolLM2-135M (98 MB, fetched once) on a prefill and a decode worker.
+2. Quick MLPerf runs of it, and of tiny models with random weights: images, ranking, video.
+3. A summary, and what to type next. It takes a few minutes."""
 NEXT = """\
-What to type next: .venv/bin/tokenmill chat, or make serve; beside it
-.venv/bin/tokenmill bench endpoint --url http://127.0.0.1:8000/v1 --concurrency 1,4,16"""
+What to type next: {0} chat, or {0} serve; beside it
+{0} bench endpoint --url http://127.0.0.1:8000/v1 --concurrency 1,4,16"""
 
 
 def main() -> int:
+    out.print(FIRST)
     fetch(MODEL)
     RESULTS.mkdir(parents=True, exist_ok=True)
     parts = {"chats on a prefill and a decode worker": _chats()}
@@ -68,7 +74,8 @@ def main() -> int:
     parts["a model that makes videos"] = video.returncode == 0
     for name, well in parts.items():
         out.print(f"{name}: {'went well' if well else 'FAILED'}")
-    out.print(f"Files and reports: {RESULTS}\n\n{NEXT}")
+    name = "tokenmill" if shutil.which("tokenmill") else ".venv/bin/tokenmill"
+    out.print(f"Files and reports: {RESULTS}\n\n{NEXT.format(name)}")
     return 0 if all(parts.values()) else 1
 
 
