@@ -18,14 +18,14 @@ from typing import Any
 from benchmarks.harness import Benchmark, Report, command, environment, parse, run_child
 from tokenmill import console
 from tokenmill.bench.commands.throughput import model_path
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.workload import BenchError, Cell, make_cells, make_prompts
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.flags import count, setting
 from tokenmill.core.installation import package_version
 from tokenmill.engine.choices import choose_device
 from tokenmill.models.checkpoints.weights import read_spec
-from tokenmill.settings import BENCH, CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError
+from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError, without
 
 OURS = "tokenmill"
 PEERS = {  # by name: the module that is imported, and the package that has it
@@ -36,7 +36,7 @@ PEERS = {  # by name: the module that is imported, and the package that has it
     "vllm": ("vllm", "vllm"),
 }
 ENGINE = (
-    *(one for one in BENCH if one.key not in ("rounds", "bench-seed")),
+    *without(BenchConfig, "rounds", "bench-seed"),
     *(*MODEL, *CACHE, *SCHEDULER, *EXECUTION),
 )
 LOAD_TIMEOUT_S, RUN_TIMEOUT_S = 600, 900

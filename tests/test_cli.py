@@ -15,15 +15,17 @@ import typer
 from tokenmill import __version__
 from tokenmill.__main__ import run
 from tokenmill.api import server as api_server
+from tokenmill.bench.options import EndpointConfig
 from tokenmill.cli import serve
 from tokenmill.cli.app import app
 from tokenmill.cli.chat import local_chat as local
 from tokenmill.cli.process_app import MODULES, process_app
 from tokenmill.core.config import PoolConfig
-from tokenmill.settings import SETTINGS, Settings
+from tokenmill.settings import CACHE, SAMPLING, SERVER, Settings, defaults_of, only
 from tokenmill.settings.help_text import shown_default
 
 ROLES = ("--prefill", "1", "--decode", "1")
+ENGINE = defaults_of(serve.WORKER_SETTINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +139,8 @@ def test_every_flag_is_a_setting() -> None:
     }
     for words, command in COMMANDS.items():
         flags = {f for p in command.params if p.param_type_name == "option" for f in p.opts}
-        unknown = {flag for flag in flags - others if flag.removeprefix("--") not in SETTINGS}
+        taken = getattr(command.callback, "taken", {})
+        unknown = {flag for flag in flags - others if flag.removeprefix("--") not in taken}
         assert not unknown, f"{words}: {unknown} cannot be set by environment or file"
 
 
@@ -211,7 +214,7 @@ def test_one_machine_without_a_gpu_needs_no_nixl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
-    settings = Settings({} if asked is None else {"kv-connector": asked})
+    settings = Settings({} if asked is None else {"kv-connector": asked}, ENGINE)
     config = PoolConfig(prefill=1, decode=1, **pool)
     assert serve._roles(settings, config).get("kv-connector") == connector
 
@@ -221,8 +224,8 @@ def test_two_workers_may_not_both_take_most_of_a_gpu(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_num_gpus", lambda: gpus)
-    pool, asked = PoolConfig(prefill=1, decode=1), Settings({"gpu-memory-utilization": 0.9})
-    uneven = Settings({"gpu-memory-utilization": 0.1})
+    pool, asked = PoolConfig(prefill=1, decode=1), Settings({"gpu-memory-utilization": 0.9}, ENGINE)
+    uneven = Settings({"gpu-memory-utilization": 0.1}, ENGINE)
     serve._check_gpu_shares([asked, uneven], pool)
     if gpus == 2:
         return serve._check_gpu_shares([asked, asked], pool)
@@ -233,10 +236,8 @@ def test_two_workers_may_not_both_take_most_of_a_gpu(
 
 
 IMAGE_FLAGS = {
-    **{"--image-host": "example.com", "--image-folder": ".", "--max-image-size": "1MiB"},
-    **{"--max-image-area": "9", "--max-images": "2", "--image-max-pixels": "4096"},
-    **{"--image-min-pixels": "1024", "--image-timeout": "1", "--image-cache-size": "1MiB"},
-    **{"--image-processes": "1", "--max-encoder-patches": "64"},
+    "--image-host": "example.com",
+    "--image-folder": ".",
 }
 
 
@@ -255,12 +256,10 @@ def test_a_model_of_text_takes_no_flags_of_images(
 def test_every_flag_of_images_is_refused_by_a_model_of_text(
     smollm2_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of one role and of the environment, too; without one the model is served."""
+    """Those of the environment, too; without one the model is served."""
     assert {f"--{key}" for key in serve.IMAGE_ONLY} == IMAGE_FLAGS.keys()
     started: list[Any] = []
     monkeypatch.setattr(api_server, "serve", lambda *arguments: started.append(arguments))
-    own = ("--prefill-set", "max-encoder-patches=64")
-    assert failed(capsys, "serve", str(smollm2_path), *ROLES, *own)[0] == 2
     assert run(["serve", str(smollm2_path)]) == 0 and len(started) == 1
     monkeypatch.setenv("TOKENMILL_IMAGE_FOLDER", ".")
     assert failed(capsys, "serve", str(smollm2_path))[1].startswith("--image-folder: the model")
@@ -333,11 +332,13 @@ def test_model_names(tmp_path: Path) -> None:
 
 
 def test_defaults_in_the_words_of_a_flag() -> None:
-    assert shown_default(SETTINGS["max-body-size"], {}) == "16MiB"
-    assert shown_default(SETTINGS["prefix-cache"], {}) == "on"
-    assert shown_default(SETTINGS["temperature"], {"temperature": 0.7}) == "0.7"
-    assert shown_default(SETTINGS["image-size"], {}) == "1024x1024"
-    assert shown_default(SETTINGS["api-key"], {}) == ""
+    (image_size,) = only(EndpointConfig, "image-size")
+    (temperature,) = only(SAMPLING, "temperature")
+    shown = [shown_default(s, {}) for s in only((*SERVER, *CACHE), "max-body-size", "prefix-cache")]
+    assert shown == ["16MiB", "on"]
+    assert shown_default(temperature, {"temperature": 0.7}) == "0.7"
+    assert shown_default(image_size, {}) == "1024x1024"
+    assert shown_default(only(SERVER, "api-key")[0], {}) == ""
 
 
 def test_closed_stdout_and_module_entry(tmp_path: Path) -> None:

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from tokenmill import settings as settings_module
+from tokenmill.__main__ import run
+from tokenmill.bench.commands import endpoint as bench
+from tokenmill.bench.options import CompareOptions, EndpointConfig
+from tokenmill.cli.app import app
+from tokenmill.cli.plan.plan_pareto import PARETO
+from tokenmill.cli.plan.plan_predict import PREDICT
+from tokenmill.cli.plan.plan_simulate import SIMULATE
+from tokenmill.cli.plan.plan_size import CALIBRATE, SIZE
+from tokenmill.cli.serve import SERVED
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.flags import parse_size
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError, load
+from tokenmill.settings import (
+    SAMPLING,
+    Settings,
+    SettingsError,
+    by_key,
+    load,
+    only,
+    settings_in,
+)
+from tokenmill.settings.options import all_settings
+from tokenmill.settings.removed import _NOW, what_is_so_now
+
+EVERY = all_settings(typer.main.get_command(app))
+TABLE = by_key(SAMPLING, *SERVED.values())
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +49,8 @@ def load_with(
     defaults: dict[str, Any] | None = None,
     **flags: Any,
 ) -> Settings:
-    given = dict.fromkeys(SETTINGS) | {key.replace("_", "-"): v for key, v in flags.items()}
-    return load(given, config=config, environ=environ or {}, defaults=defaults)
+    given = {key.replace("_", "-"): v for key, v in flags.items()}
+    return load(given, TABLE, config=config, environ=environ or {}, defaults=defaults)
 
 
 def toml(folder: Path, text: str, name: str = "tokenmill.toml") -> Path:
@@ -69,7 +90,8 @@ def test_empty_sources_give_the_defaults() -> None:
 
 def test_only_offered_settings_are_taken(tmp_path: Path) -> None:
     toml(tmp_path, "port = 1\nmax-tokens = 5")
-    settings = load({"max-tokens": None}, environ={"TOKENMILL_HOST": "h"})
+    table = by_key(only(SAMPLING, "max-tokens"))
+    settings = load({}, table, environ={"TOKENMILL_HOST": "h"}, known=EVERY)
     assert settings.values == {"max-tokens": 5}
 
 
@@ -102,8 +124,8 @@ def test_bad_values_name_their_source() -> None:
         SettingsError, match="TOKENMILL_TOP_P must be a number from 0 to 1, got '2'"
     ):
         load_with({"TOKENMILL_TOP_P": "2"})
-    with pytest.raises(SettingsError, match=r"TOKENMILL_KV_CACHE_SHARE must be a number .* 'nan'"):
-        load_with({"TOKENMILL_KV_CACHE_SHARE": "nan"})
+    with pytest.raises(SettingsError, match=r"GPU_MEMORY_UTILIZATION must be a number .* 'nan'"):
+        load_with({"TOKENMILL_GPU_MEMORY_UTILIZATION": "nan"})
 
 
 @pytest.mark.parametrize(
@@ -168,42 +190,47 @@ def test_flags_give_the_same_settings_again() -> None:
         stop=["--", "a b"],
         random_weights=True,
     )
-    line = first.flags(SETTINGS.values())
+    line = first.flags(TABLE.values())
     assert "--no-prefix-cache" in line and "--kv-cache-memory=1073741824" in line
     assert "--random-weights" in line and "--stop=--" in line and "--stop=a b" in line
 
 
 def test_every_setting_fits_its_config() -> None:
-    for setting in SETTINGS.values():
+    for setting in EVERY:
         assert setting.key == setting.key.lower().replace("_", "-")
-        if setting.owner is not None:
-            assert setting.field in setting.owner.__dataclass_fields__, setting.key
-
-
-def test_no_key_is_given_twice() -> None:
-    groups = (value for value in vars(settings_module).values() if isinstance(value, tuple))
-    listed = {id(s): s for group in groups for s in group if isinstance(s, Setting)}
-    assert len({s.key for s in listed.values()}) == len(listed)
+        assert setting.field in setting.owner.__dataclass_fields__, setting.key
 
 
 def test_a_command_may_read_a_setting_in_its_own_way(tmp_path: Path) -> None:
-    several = replace(SETTINGS["gpus"], kind=SETTINGS["concurrency"].kind, owner=None)
+    several, one = (by_key(only(owner, "gpus")) for owner in (CompareOptions, EndpointConfig))
     path = toml(tmp_path, "gpus = [1, 2]", "several.toml")
-    assert load({"gpus": "8,16"}, environ={}, offered=[several]).values == {"gpus": (8, 16)}
+    assert load({"gpus": "8,16"}, several, environ={}).values == {"gpus": (8, 16)}
     environ = {"TOKENMILL_GPUS": "8,16"}
-    assert load({"gpus": None}, environ=environ, offered=[several]).values == {"gpus": (8, 16)}
-    found = load({"gpus": None}, config=path, environ={}, offered=[several])
-    assert found.values == {"gpus": (1, 2)}
+    assert load({}, several, environ=environ).values == {"gpus": (8, 16)}
+    assert load({}, several, config=path, environ={}).values == {"gpus": (1, 2)}
     with pytest.raises(SettingsError, match="TOKENMILL_GPUS must be a whole number"):
-        load({"gpus": None}, environ=environ)
+        load({}, one, environ=environ)
 
 
-def test_no_key_is_declared_twice() -> None:
-    """Of two settings with one key the second would take the place of the first everywhere."""
-    groups = [value for value in vars(settings_module).values() if isinstance(value, tuple)]
-    groups += [
-        value for value in vars(settings_module.commands).values() if isinstance(value, tuple)
-    ]
-    declared = {id(s): s for group in groups for s in group if isinstance(s, Setting)}
-    keys = Counter(s.key for s in declared.values())
-    assert [key for key, number in keys.items() if number > 1] == []
+def test_no_command_takes_a_key_twice() -> None:
+    """Of two settings with one key the second would take the place of the first."""
+    for command in (SERVED, bench.PANELS, PREDICT, SIZE, SIMULATE, PARETO, CALIBRATE):
+        keys = Counter(setting.key for panel in command.values() for setting in settings_in(panel))
+        assert [key for key, number in keys.items() if number > 1] == []
+
+
+def test_serve_takes_80_settings_at_most() -> None:
+    assert len(by_key(*SERVED.values())) <= 80
+
+
+def test_what_was_removed_says_what_is_so_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = by_key(*SERVED.values())
+    for key in _NOW:
+        assert key not in known, key
+        assert run(["serve", f"--{key}=1"]) == 2
+        assert f"--{key}: {what_is_so_now(key)}" in " ".join(capsys.readouterr().err.split())
+    toml(tmp_path, "heartbeat = 1")
+    assert run(["serve"]) == 2
+    assert "'heartbeat'; it is no setting any more" in " ".join(capsys.readouterr().err.split())

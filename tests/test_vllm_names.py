@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tokenmill import LLM, AsyncLLM, SamplingParams
 from tokenmill.__main__ import run
+from tokenmill.cli.app import app
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ParallelConfig
 from tokenmill.core.types import InvalidRequestError, TokenmillError
-from tokenmill.settings import SETTINGS, SettingsError
+from tokenmill.settings import SettingsError
+from tokenmill.settings.options import all_settings
 from tokenmill.settings.vllm_names import ROWS, VllmName, as_fields, as_flags
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
@@ -61,9 +64,10 @@ def test_others_say_what_to_use_instead(
 
 def test_every_row_leads_somewhere() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
+    known = {s.key: s for s in all_settings(typer.main.get_command(app))}
     for row in ROWS:
         assert bool(row.here) != bool(row.instead), row
-        assert not row.here or SETTINGS[row.here].is_switch == row.switch, row
+        assert not row.here or known[row.here].is_switch == row.switch, row
 
 
 def shown(row: VllmName) -> str:

@@ -454,9 +454,8 @@ def test_choices_count_against_the_limits() -> None:
     [
         (ServerConfig(port=0), "1024 answers at most (--max-concurrency)"),
         (ServerConfig(port=0, max_concurrency=9999), "64 answers at most (--max-queue)"),
-        (ServerConfig(port=0, max_pending=8), "8 answers at most (--max-pending)"),
     ],
-    ids=["concurrency", "queue", "pending"],
+    ids=["concurrency", "queue"],
 )
 def test_what_can_never_run_is_a_bad_request(config: ServerConfig, flag: str) -> None:
     queue = 64 if config.max_concurrency == 9999 else 1024

@@ -100,7 +100,7 @@ async def test_pages_of_jobs(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"size": "33x16"}, "size", "multiples of 16"),
     ({"size": "720p"}, "size", "WIDTHxHEIGHT"),
-    ({"size": "16384x16384", "num_frames": 9}, "size", "--max-video-megapixels"),
+    ({"size": "16384x16384", "num_frames": 9}, "size", "million pixels at most"),
     ({"num_frames": None, "seconds": "0"}, "seconds", "above 0"),
     ({"num_frames": None, "seconds": "4000"}, "seconds", "at most 3600"),
     ({"num_frames": None, "seconds": 0.01}, "seconds", "too few"),
@@ -119,7 +119,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"steps": 3}, "steps", "send num_inference_steps"),
     ({"style": "noir"}, "style", "unknown or unsupported field"),
     ({"input_reference": {"file_id": "x"}}, "input_reference", "from text alone"),
-    ({"latent_path": "/etc/passwd"}, "latent_path", "--latent-dir"),
+    ({"latent_path": "/etc/passwd"}, "latent_path", "latents"),
 ]
 
 
@@ -171,7 +171,7 @@ async def test_the_queue_is_bounded_and_a_deleted_job_ends(tmp_path: Path) -> No
         running, waiting = await app.create(), await app.create()
         full = await app.call("POST", "/v1/videos", SMALL)
         assert (full.status, full.error["code"]) == (429, "queue_full")
-        assert "the limit is 2 (--max-video-jobs)" in full.error["message"]
+        assert "the limit is 2;" in full.error["message"]
         assert "retry-after" in full.headers
         gone = await app.call("DELETE", f"/v1/videos/{running}")
         assert gone.json == {"id": running, "object": "video.deleted", "deleted": True}

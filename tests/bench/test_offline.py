@@ -11,9 +11,9 @@ from tokenmill.bench.offline import (
     measure,
     with_ceiling,
 )
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, make_cells, make_prompts
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.engine.engine import LanguageEngine

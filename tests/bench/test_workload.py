@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.workload import (
     SHIPPED,
     BenchError,
@@ -15,7 +16,6 @@ from tokenmill.bench.workload import (
     make_prompts,
     read_lengths,
 )
-from tokenmill.core.bench_config import BenchConfig
 
 
 def workload(lengths: str | Path, **more: int) -> Cell:

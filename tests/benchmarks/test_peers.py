@@ -12,8 +12,8 @@ from benchmarks import peers
 from benchmarks.harness import parse
 from benchmarks.peers import BENCHMARK, ENGINE, ROWS, Options, Peer
 from tiny_configs import write_config
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.workload import BenchError, Cell, make_cells
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import ModelConfig
 
 VLLM = """

@@ -15,12 +15,15 @@ from tiny_configs import write_config
 from tiny_tokenizers import byte_level, save_folder
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import mlperf
+from tokenmill.bench.commands.mlperf import PANELS
 from tokenmill.bench.mlperf import loadgen_tests
 from tokenmill.bench.mlperf.runs import MlperfRun
 from tokenmill.bench.mlperf.submission import SYSTEM_FIELDS
 from tokenmill.bench.results.manifest import verify
 from tokenmill.bench.results.mlperf_reports import MetricReport, MlperfReport
-from tokenmill.settings import Settings
+from tokenmill.settings import Settings, defaults_of
+
+TABLE = defaults_of(*PANELS.values())
 
 SIZES = {"vocab_size": 422, "num_hidden_layers": 1, "num_attention_heads": 2}
 DATASET = [
@@ -224,7 +227,7 @@ def test_peak_reports_the_highest_valid_run(
     monkeypatch.setattr(loadgen_tests, "run_in_process", answer)
     monkeypatch.setattr(mlperf.throughput, "model_path", lambda config: Path("model"))
     settings = {"scenario": "Server", "find-peak": True, "target-qps": 1.0}
-    mlperf.mlperf(Settings(settings))
+    mlperf.mlperf(Settings(settings, TABLE))
     captured = capsys.readouterr()
     report = json.loads(captured.out.splitlines()[-1])
     assert report["result"] == "VALID" and 2.95 < report["peak_qps"] <= 3.1

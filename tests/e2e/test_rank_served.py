@@ -49,12 +49,13 @@ from pathlib import Path
 
 import msgspec
 
-from tokenmill.bench.commands.mlperf import run_of
+from tokenmill.bench.commands.mlperf import PANELS, run_of
 from tokenmill.bench.mlperf import runs, loadgen_tests
-from tokenmill.settings import Settings
+from tokenmill.settings import Settings, defaults_of
 
 runs.QUICK_DURATION_MS = 200
-settings, logs = Settings(json.loads(sys.argv[1])), Path(sys.argv[2])
+settings = Settings(json.loads(sys.argv[1]), defaults_of(*PANELS.values()))
+logs = Path(sys.argv[2])
 done = loadgen_tests.execute(settings, run_of(settings), settings.get("test-mode"), logs)
 print(msgspec.json.encode(done.report).decode())
 """
@@ -157,7 +158,7 @@ def server(folder: Path) -> Iterator[Server]:
     flags = ("--port", "0", "--workers", "2", "--api-key", KEY)
     command = [sys.executable, "-P", "-m", "tokenmill", "serve", str(folder), *flags]
     command += ["--table", f"user={folder.with_name('users')}"]
-    limits = ("--max-queue", "6", "--max-body-size", "1MiB", "--heartbeat", "0.2")
+    limits = ("--max-queue", "6", "--max-body-size", "1MiB")
     with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

@@ -115,7 +115,7 @@ def test_blocks_that_a_gpu_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_graphs_that_were_not_captured_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    report = CaptureReport(planned=9, captured=1, cut_by="--graph-memory 2GiB", max_size=64)
+    report = CaptureReport(planned=9, captured=1, cut_by="the limit of 2 GiB", max_size=64)
     folder = save(make_model("llama"), tmp_path)
     told: list[str] = []
     prepare = build.prepare_runner
@@ -132,7 +132,7 @@ def test_graphs_that_were_not_captured_are_told(
         on_warning=told.append,
     )
     (warning,) = told
-    assert "captured 1 of 9 CUDA graphs" in warning and "--graph-memory 2GiB ended it" in warning
+    assert "captured 1 of 9 CUDA graphs" in warning and "the limit of 2 GiB ended it" in warning
 
 
 @pytest.mark.parametrize(

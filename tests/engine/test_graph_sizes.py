@@ -91,9 +91,9 @@ class Clock:
     ("limits", "count", "flag"),
     [
         (CaptureLimits(math.inf, 10_000), 64, None),
-        (CaptureLimits(19.5, 10_000), 20, "--graph-capture-time 19.5"),
-        (CaptureLimits(math.inf, 1_950), 20, "--graph-memory"),
-        (CaptureLimits(0, 0), 1, "--graph-capture-time 0"),
+        (CaptureLimits(19.5, 10_000), 20, "the limit of 19.5 s"),
+        (CaptureLimits(math.inf, 1_950), 20, "the limit of 1.8"),
+        (CaptureLimits(0, 0), 1, "the limit of 0 s"),
     ],
 )
 def test_limits_end_the_capture(limits: CaptureLimits, count: int, flag: str | None) -> None:
@@ -132,9 +132,9 @@ def test_the_user_hears_of_batches_that_are_padded_or_have_no_graph(
 ) -> None:
     report = CaptureReport(64, 3, 30.5, 2**29, decode_sizes=[1, 16, 1024], max_size=1024)
     assert report.warnings() == []
-    report.cut_by = "--graph-capture-time 30"
+    report.cut_by = "the limit of 30 s"
     (cut,) = report.warnings()
-    assert "3 of 64" in cut and "--graph-capture-time 30" in cut
+    assert "3 of 64" in cut and "the limit of 30 s" in cut
     assert "up to 50%" in cut and "2-10, 17-682" in cut
     with caplog.at_level(logging.WARNING):
         for rows in (16, 12, 300, 301):

@@ -464,7 +464,7 @@ def test_nodes_without_routing_groups_are_said_to_do_nothing(
 ) -> None:
     spec = spec_of(EXPERTS)
     Rebalancer([], spec, ParallelConfig(ep=4, nodes=2, rebalance_steps=9), Ranks(0, 4))
-    assert "--ep-nodes 2 does not divide the 1 routing groups" in caplog.text
+    assert "2 nodes: that number does not divide the 1 routing groups" in caplog.text
 
 
 def travelled(message: Message) -> Any:

@@ -200,12 +200,12 @@ def test_addresses_that_cannot_be_bound(capsys: pytest.CaptureFixture[str]) -> N
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PublisherError, match=f"--kv-events {address} cannot be bound"):
             CachePublisher(address)
-        with pytest.raises(PublisherError, match=r"--kv-events-replay .* cannot be bound"):
+        with pytest.raises(PublisherError, match=r"--kv-events replay= .* cannot be bound"):
             CachePublisher(f"tcp://127.0.0.1:{free_port()}", address)
     assert run(["serve", "--kv-events", "5557"]) == 2
     assert "tcp://HOST:PORT" in capsys.readouterr().err
-    assert run(["serve", "--kv-events-replay", "tcp://*:5558"]) == 2
-    assert "--kv-events-replay needs --kv-events" in capsys.readouterr().err
+    assert run(["serve", "--kv-events", "tcp://*:5557,replay=5558"]) == 2
+    assert ",replay=tcp://HOST:PORT" in capsys.readouterr().err
     assert run(["serve", "--kv-events", "tcp://*:5557", "--ep", "2", "--attention-dp"]) == 2
     assert "--kv-events does not go with --attention-dp" in capsys.readouterr().err
 
@@ -213,7 +213,7 @@ def test_addresses_that_cannot_be_bound(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("fronts", [1, 2])
 def test_a_router_knows_what_a_server_caches(fronts: int) -> None:
     events, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
-    pool = PoolConfig(workers=2, kv_events=events, kv_events_replay=replay)
+    pool = PoolConfig(workers=2, kv_events=f"{events},replay={replay}")
     config = ServerConfig(port=0, fronts=fronts)
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
     num_tokens = len(make_tokenizer().encode_chat(MESSAGES, tools=None))

@@ -83,14 +83,18 @@ def test_copies_of_an_expert_take_turns_with_one_token_in_a_step() -> None:
         ("mixtral", {"ep": 2, "rebalance_steps": -1}, "rebalance_steps must be 0 or more, got -1"),
         ("mixtral", {"rebalance_steps": 5}, "--rebalance-steps needs a model with experts and --"),
         ("llama", {"rebalance_steps": 5, "tp": 2}, "--rebalance-steps needs a model with experts"),
-        ("mixtral", {"ep": 2, "rebalance_layers": 1}, "--rebalance-layers needs --rebalance-steps"),
-        ("mixtral", {"ep": 2, "nodes": 2}, "--ep-nodes needs --rebalance-steps"),
-        ("mixtral", {"ep": 3, "nodes": 2, "rebalance_steps": 5}, "--ep-nodes 2 does not divide 3"),
+        ("mixtral", {"ep": 2, "rebalance_layers": 1}, "rebalance_layers needs --rebalance-steps"),
+        ("mixtral", {"ep": 2, "nodes": 2}, "nodes needs --rebalance-steps"),
+        (
+            "mixtral",
+            {"ep": 3, "nodes": 2, "rebalance_steps": 5},
+            "nodes 2 does not divide 3",
+        ),
         ("mixtral", {"ep": 2, "timeout_iters": 50}, "--adp-timeout-iters needs --attention-dp"),
         (
             "mixtral",
             {"ep": 2, "attention_dp": True, "batching_wait_iters": 10},
-            "--adp-batching-wait-iters needs --adp-timeout-iters of 1 or more",
+            "batching_wait_iters needs --adp-timeout-iters of 1 or more",
         ),
     ],
 )

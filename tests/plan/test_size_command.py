@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tokenmill.__main__ import run
+from tokenmill.cli.serve import SERVED
 from tokenmill.core.config import ParallelConfig, PoolConfig, SchedulerConfig
 from tokenmill.plan.fit.calibration import Target, closed_loop_tok_s
 from tokenmill.plan.hardware import find_gpu
@@ -18,7 +19,7 @@ from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import find_fit
 from tokenmill.plan.predict.lengths import Lengths
 from tokenmill.plan.predict.search import Choice
-from tokenmill.settings import SETTINGS, load
+from tokenmill.settings import by_key, load
 
 DEEPSEEK = ("--model", "deepseek-r1", "--gpu", "gb300", "--lengths", "deepseek-r1")
 LLAMA70 = ("--model", "llama2-70b", "--gpu", "h200", "--lengths", "llama2-70b")
@@ -65,8 +66,7 @@ def test_what_it_writes_is_what_serve_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     report = size_of(capsys, tmp_path, *DEEPSEEK, "--rate", "60", "--precision", "fp8")
-    flags = dict.fromkeys(SETTINGS)
-    settings = load(flags, config=tmp_path / "plan.toml", environ={})
+    settings = load({}, by_key(*SERVED.values()), config=tmp_path / "plan.toml", environ={})
     shape = report["configuration"]
     parallel, pool = settings.build(ParallelConfig), settings.build(PoolConfig)
     assert (parallel.ep, parallel.attention_dp) == (shape["attention_dp"], True)

@@ -14,8 +14,8 @@ from vision.pictures import data_url, file_of, photo
 
 THREADS = ("--num-threads", "1")
 SMALL = (
-    *("--max-model-len", "512", "--kv-cache-memory", "8MiB", "--max-stored-responses", "20"),
-    *("--image-processes", "1", "--no-log-stats"),
+    *("--max-model-len", "512", "--kv-cache-memory", "8MiB"),
+    *("--log-level", "warning"),
 )
 PICTURES = [data_url(file_of(photo(40, 33, seed), "PNG")) for seed in range(8)]
 ABANDONED = 0.25
@@ -38,7 +38,11 @@ def language(server: Soaked, source: random.Random) -> None:
     text = f"{source.random()} and so on"
     match source.randrange(6):
         case 0:
-            server.call("/v1/responses", {"input": text, "max_output_tokens": 6}, leaving(source))
+            server.call(
+                "/v1/responses",
+                {"input": text, "max_output_tokens": 6, "store": False},
+                leaving(source),
+            )
         case 1:
             call = chat(text, source) | {"model": MODEL, "stream": False}
             call.pop("stop", None)

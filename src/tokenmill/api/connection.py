@@ -105,7 +105,7 @@ class Connection(HttpToolsProtocol):
         limit = self._limits.max_connections
         if len(self.connections) > limit and not self._make_room():
             self.connections.discard(self)
-            message = f"{limit} connections are open; the limit is {limit} (--max-connections)"
+            message = f"{limit} connections are open; the limit is {limit}"
             self._refuse(ApiError(503, message, code="max_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -252,8 +252,7 @@ class Connection(HttpToolsProtocol):
             self.close()
             return
         part = "head" if self._reading == "head" else "body"
-        flags = "--header-timeout" if part == "head" else "--body-timeout, --body-idle-timeout"
-        message = f"the {part} of the request did not come in time ({flags})"
+        message = f"the {part} of the request did not come in time"
         self._refuse(ApiError(408, message, code="request_timeout"))
 
     # Refusals.

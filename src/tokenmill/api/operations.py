@@ -124,9 +124,7 @@ def add_operations(
     async def server_version() -> Response:
         return json_response(Version(version=__version__))
 
-    guard = () if keys.config.open_metrics else (overseer(keys),)
-
-    @METRICS.on(app, *guard)
+    @METRICS.on(app, overseer(keys))
     async def metrics_text() -> Response:
         return Response(await metrics(), media_type=CONTENT_TYPE)
 

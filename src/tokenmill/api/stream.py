@@ -78,26 +78,18 @@ class ApiState:
 
     def admit(self, account: str) -> Place:
         """Let in a generation call whose head has come, or raise what it is to be answered with."""
-        self._check_engine(1)
+        self._check_engine()
         return self.calls.enter(account)
 
     def take(self, place: Place, num_choices: int) -> None:
         """Count a call for its choices, or raise what it is to be answered with."""
-        self._check_engine(num_choices)
+        self._check_engine()
         place.take(num_choices)
 
-    def _check_engine(self, num_choices: int) -> None:
+    def _check_engine(self) -> None:
         self.calls.check_draining()
         if not self.client.ready:
             raise ApiError(503, "the engine is restarting; try again shortly", code="restarting")
-        pending = self.config.max_pending
-        if pending is None:
-            return
-        limit, waiting = pending * self.client.num_ready, self.client.num_pending
-        if waiting + num_choices > limit:
-            message = f"{waiting} requests wait for their first token; the limit is {limit} "
-            message += f"(--max-pending {pending} for each worker); try again later"
-            raise ApiError(429, message, code="queue_full")
 
 
 class Frame(Protocol):

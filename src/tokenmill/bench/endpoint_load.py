@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.bench.options import BenchConfig, EndpointConfig
 from tokenmill.bench.results.reports import PromptsReport
 from tokenmill.bench.workload import BenchError, make_cells
-from tokenmill.core.bench_config import BenchConfig, EndpointConfig
 from tokenmill.core.mooncake import read_trace
 from tokenmill.settings import Settings, SettingsError
 

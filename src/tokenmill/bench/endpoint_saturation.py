@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from tokenmill import console
+from tokenmill.bench.options import EndpointConfig
 from tokenmill.bench.results.reports import PointReport, SaturationReport
-from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.metrics import Slo
 from tokenmill.settings import Settings, SettingsError
 

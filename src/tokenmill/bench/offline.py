@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.results.reports import CellReport
 from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenmill.core.bench_config import BenchConfig
+from tokenmill.bench.options import BenchConfig
 from tokenmill.core.types import TokenmillError
 
 Prompts = list[list[int]]

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill import console
-from tokenmill.settings import SETTINGS, SettingsError, config_path, sources
+from tokenmill.settings import SettingsError, config_path, sources
 from tokenmill.settings.help_page import HelpCommand
+from tokenmill.settings.options import all_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -31,10 +32,12 @@ def register(app: typer.Typer) -> None:
 
 
 def _show(app: typer.Typer, words: tuple[str, ...]) -> None:
-    taken = {setting.key: setting for setting in _find(app, words)}
+    taken = _find(app, words)
     path = config_path(None, os.environ)
     rows: dict[str, list[str]] = {}
-    for source, values in sources(taken, path, os.environ, SETTINGS | taken, words):
+    for source, values in sources(
+        path, os.environ, taken, all_settings(typer.main.get_command(app)), words
+    ):
         for key, value in values.items():
             shown = "***" if "key" in key or "token" in key.split("-") else str(value)
             rows[key] = [key, shown, source]

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import typer
 
 from tokenmill import console
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.core.flags import count, setting
+from tokenmill.settings import Settings, SettingsError
 from tokenmill.settings.help_page import HelpGroup
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import JsonOption
 
-ROWS = replace(SETTINGS["table-rows"], help="Rows of the table.")
-COLUMNS = replace(SETTINGS["table-columns"], help="Columns of the table.")
-DTYPE = SETTINGS["table-dtype"]
-OUTPUT = {"Output": (SETTINGS["json"],)}
+
+@dataclass(frozen=True, slots=True)
+class TableType:
+    table_dtype: Literal["float16", "bfloat16", "float32"] | None = setting(
+        None, "Type of the table's values (float16, or that of the file)."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    table_rows: int | None = setting(None, "Rows of the table.", count(16))
+    table_columns: int = setting(512, "Columns of the table.", count(1))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOption:
+    tensor: str | None = setting(None, "Tensor of the safetensors file that is the table.")
+
+
 GROUP_HELP = "Create, load and check embedding tables."
 
 Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of the table.")]
@@ -25,9 +42,9 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A .safetensors or .np
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
-    command(group, "create", {"Table": (ROWS, COLUMNS, DTYPE)})(create)
-    command(group, "load", {"Table": (SETTINGS["tensor"], DTYPE)})(load)
-    command(group, "check", OUTPUT)(check)
+    command(group, "create", {"Table": (TableShape, TableType)})(create)
+    command(group, "load", {"Table": (TensorOption, TableType)})(load)
+    command(group, "check", {"Output": JsonOption})(check)
     app.add_typer(group, name="embeddings", help=GROUP_HELP)
 
 

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from tokenmill import console
 from tokenmill.cli.chat import local_chat as local
+from tokenmill.core.flags import setting
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import SAMPLING, SETTINGS, Settings, SettingsError
+from tokenmill.settings import SAMPLING, Settings, SettingsError
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import JsonOption
 
 DEFAULTS = {"max-tokens": 256, "temperature": 0.7}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    chat: bool = setting(False, "Put the prompt through the model's chat template.")
+    system: str | None = setting(None, "System prompt of the conversation.")
+
+
 PANELS = {
-    "Output": (SETTINGS["chat"], SETTINGS["system"], SETTINGS["json"]),
+    "Output": (PromptOptions, JsonOption),
     "Sampling": SAMPLING,
     **local.PANELS,
 }

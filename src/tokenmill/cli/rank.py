@@ -6,18 +6,19 @@ import json
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tokenmill import console
-from tokenmill.core.flags import count, one_of
+from tokenmill.core.config import ModelConfig
+from tokenmill.core.flags import count, setting
 from tokenmill.core.types import InvalidRequestError
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import RANK, RANK_COMPARED, RANK_TABLES
+from tokenmill.settings import Settings, SettingsError
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import RankBatches, RankTables
 
 if TYPE_CHECKING:
     from tokenmill.ranking.model import RankingModel
@@ -25,28 +26,24 @@ if TYPE_CHECKING:
 _NO_HURRY = 3.6e6  # ms: batches are as large as their tokens allow
 
 
-def _here(key: str, help: str, **changes: object) -> Setting:
-    """A setting of other commands with a meaning of its own."""
-    return replace(SETTINGS[key], help=help, owner=None, **changes)  # type: ignore[arg-type]
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    model: str | None = setting(
+        None, "Folder of a ranking model; examples/rank_train.py writes one."
+    )
+    top_k: int | None = setting(None, "Answer with the K best candidates, best first.", count(1))
+    dtype: Literal["auto", "fp32", "bf16", "fp8"] = setting(
+        "auto",
+        "Type of the products; auto: bf16 on a GPU, else fp32. fp8 rounds those of the layers.",
+    )
+    compare_dtype: Literal["fp32", "bf16"] | None = setting(
+        None,
+        "Score every line in this type too, and print how far scores and quality are apart.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("cpu", "Where the model runs.")
 
 
-PANELS = {
-    "Ranking": (
-        _here(
-            "model", "Folder of a ranking model; examples/rank_train.py writes one.", default=None
-        ),
-        _here("top-k", "Answer with the K best candidates, best first.", kind=count(1)),
-        _here(
-            "dtype",
-            "Type of the products; auto: bf16 on a GPU, else fp32. fp8 rounds those of the layers.",
-            kind=one_of("auto", "fp32", "bf16", "fp8"),
-        ),
-        *RANK_COMPARED,
-        _here("device", "Where the model runs.", default="cpu"),
-        *RANK,
-    ),
-    "Tables": RANK_TABLES,
-}
+PANELS = {"Ranking": (RankOptions, RankBatches), "Tables": RankTables}
 
 
 def register(app: typer.Typer) -> None:
@@ -128,11 +125,11 @@ def load_ranking_model(settings: Settings) -> RankingModel:
         raise SettingsError("--model DIR is needed: examples/rank_train.py writes a small one")
     device = choose_device(settings.values.get("device", "cpu"))
     dtype, folder = choose_dtype(settings.get("dtype"), device), Path(settings.get("model"))
-    levers = {"candidate_chunk": settings.get("candidate-chunk")}
-    rows = settings.get("cache-rows")
+    levers = {"candidate_chunk": settings.values.get("candidate-chunk")}
+    rows = settings.values.get("cache-rows", 0)
     tables = table_paths(settings.get("table"), rows)
     if settings.values.get("random-weights"):
-        seed = settings.get("weights-seed")
+        seed = ModelConfig().seed
         model = random_model(read_spec(folder), dtype, device, seed, tables, rows, **levers)
     else:
         model = load_model(folder, dtype, device, tables, rows, **levers)

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenmill import console
-from tokenmill.cli.worker_commands import SERVER, call_server
+from tokenmill.cli.worker_commands import call_server
 from tokenmill.core.cost import Cost, usd_of
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.core.flags import count, number, setting
+from tokenmill.settings import Settings, SettingsError
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import JsonOption, ServerAddress
 
 if TYPE_CHECKING:
     from tokenmill.plan.recorded import Record
 
-RECORD = replace(
-    SETTINGS["record"], help="Read this record of `serve --record` instead of asking a server."
-)
-PRICE = replace(
-    SETTINGS["price-per-gpu-hour"],
-    help="Dollars per GPU and hour; by default those that the server was started with.",
-)
+
+@dataclass(frozen=True, slots=True)
+class RecordOption:
+    record: str | None = setting(
+        None, "Read this record of `serve --record` instead of asking a server."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptOptions:
+    price_per_gpu_hour: float | None = setting(
+        None,
+        "Dollars per GPU and hour; by default those that the server was started with.",
+        number(0, math.inf, "USD"),
+    )
+    latest: int = setting(0, "Latest requests to show one by one.", count(0))
+
+
 PANELS = {
-    "Source": (*SERVER, RECORD),
-    "Receipts": (PRICE, SETTINGS["latest"]),
-    "Output": (SETTINGS["json"],),
+    "Source": (ServerAddress, RecordOption),
+    "Receipts": ReceiptOptions,
+    "Output": JsonOption,
 }
 PARTS = ("prefill", "decode", "drafts")
 SPLIT = (*PARTS, "saved")
@@ -49,7 +63,7 @@ def receipts(settings: Settings) -> None:
     tokenmill receipts --url http://10.0.0.1:8000 --control-token secret
     tokenmill receipts --record flight.jsonl
     """
-    record = settings.values.get(RECORD.key)
+    record = settings.values.get("record")
     if record is not None:
         both = [key for key in ALONE if key in settings]
         if both:
@@ -57,7 +71,7 @@ def receipts(settings: Settings) -> None:
         view = _recorded(Path(record).expanduser())
     else:
         view = call_server(settings, "/workers/receipts")
-    price = settings.values.get(PRICE.key, view["price_per_gpu_hour"])
+    price = settings.values.get("price-per-gpu-hour", view["price_per_gpu_hour"])
     _set_price(view, price)
     latest = settings.get("latest")
     view["requests"] = view["requests"][-latest:] if latest else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,9 @@ import typer
 
 from tokenmill.cli.serve import set_log_level
 from tokenmill.console import fetch
-from tokenmill.core.config import PoolConfig, RouteConfig, RouterConfig, ServerConfig
-from tokenmill.settings import ROUTE, ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.core.config import RouteConfig, RouterConfig, ServerConfig
+from tokenmill.core.flags import setting
+from tokenmill.settings import ROUTER, SERVER, Settings, SettingsError, only
 from tokenmill.settings.options import command
 
 if TYPE_CHECKING:
@@ -21,47 +22,26 @@ if TYPE_CHECKING:
     from tokenmill.workers.pool_view import PoolView
 
 SERVER_KEYS = (
-    "host",
-    "port",
-    "api-key",
-    "api-key-file",
-    "tls-cert",
-    "tls-key",
-    "max-body-size",
-    "max-body-memory",
-    "max-concurrency",
-    "max-concurrency-per-key",
-    "control-token",
-    "open-metrics",
-    "request-timeout",
-    "drain-timeout",
-    "header-timeout",
-    "body-timeout",
-    "body-idle-timeout",
-    "send-timeout",
-    "keep-alive-timeout",
-    "max-connections",
-    "cors-origin",
-    "allowed-hosts",
-    "log-requests",
-    "log-stats",
-    "chat-template",
-    "log-level",
-    "otlp-endpoint",
+    *("host", "port", "api-key", "api-key-file", "tls-cert", "tls-key", "max-body-size"),
+    *("max-concurrency", "max-concurrency-per-key", "control-token"),
+    *("drain-timeout", "cors-origin", "allowed-hosts", "log-requests", "chat-template"),
+    *("log-level", "otlp-endpoint"),
 )
-TOKENIZER = replace(
-    SETTINGS["tokenizer"],
-    help="Model whose tokenizer and chat template say what a prompt's tokens are; without it, "
-    "four bytes of the messages stand for a token: an approximation.",
-)
-MIGRATIONS = replace(
-    SETTINGS["max-migrations"],
-    help="Backends that may be lost with a call, or answer 500; then it runs alone, then fails.",
-)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerOption:
+    tokenizer: str | None = setting(
+        None,
+        "Model whose tokenizer and chat template say what a prompt's tokens are; without it, four "
+        "bytes of the messages stand for a token: an approximation.",
+    )
+
+
 PANELS = {
-    "Backends": (*ROUTE, MIGRATIONS, TOKENIZER),
-    "Router": tuple(setting for setting in ROUTER if setting.key != "router-events"),
-    "Server": tuple(SETTINGS[key] for key in SERVER_KEYS),
+    "Backends": (RouteConfig, TokenizerOption),
+    "Router": only(ROUTER, "router", "router-lifetime", "router-worker-blocks"),
+    "Server": only(SERVER, *SERVER_KEYS),
 }
 
 
@@ -91,8 +71,7 @@ def route(settings: Settings) -> None:
 
     config = settings.build(ServerConfig)
     set_log_level(config.log_level)
-    migrations = settings.build(PoolConfig).max_migrations
-    backends = settings.build(RouteConfig, max_migrations=migrations)
+    backends = settings.build(RouteConfig)
     try:
         addresses = read_backends(backends.backends)
     except BackendError as error:

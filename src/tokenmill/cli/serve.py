@@ -7,9 +7,9 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +38,7 @@ from tokenmill.core.config import (
     ServerConfig,
     Setup,
 )
+from tokenmill.core.flags import setting
 from tokenmill.core.gpus import check_device, visible_gpus
 from tokenmill.core.kv import SHM, choose_connectors
 from tokenmill.core.vision_config import VisionConfig
@@ -50,11 +51,14 @@ from tokenmill.settings import (
     ROUTER,
     SCHEDULER,
     SERVER,
-    SETTINGS,
     VISION,
     Settings,
     SettingsError,
+    by_key,
+    only,
     read_value,
+    settings_of,
+    without,
 )
 from tokenmill.settings.options import command
 
@@ -75,35 +79,52 @@ COMMON = (  # the flags of serve's --help
     *("workers", "prefill", "decode", "router", "tp", "device", "dtype", "random-weights"),
     *("max-model-len", "kv-cache-memory", "max-num-seqs", "num-threads", "mtp"),
 )
-PRICE = replace(
-    SETTINGS["price-per-gpu-hour"], help="Dollars per GPU and hour: receipts then have dollars."
-)
-ONE_MODEL = ("model", "random-weights", "weights-seed")  # what roles may not have of their own
+ONE_MODEL = ("model", "random-weights")  # what roles may not have of their own
+# What is measured, or tested with workers that join, but not served with.
+UNSERVED = ("weights-seed", "fused-kernels", "overlap")
 FRONT_COMMAND = (sys.executable, "-P", "-m", "tokenmill", "front")
-TASK = SETTINGS["task"]
-# Flags that say nothing to a model of text alone.
-IMAGE_ONLY = (*(setting.key for setting in VISION), "max-encoder-patches")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOption:
+    task: Literal["auto", "generate", "rank", "video"] = setting(
+        "auto", "What the model does; auto finds out from its folder."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    prefill_set: tuple[str, ...] = setting(
+        (),
+        "Setting of the prefill workers alone, such as max-num-batched-tokens=2048.",
+        repeated=True,
+    )
+    decode_set: tuple[str, ...] = setting((), "Setting of the decode workers alone.", repeated=True)
+
+
+IMAGE_ONLY = tuple(setting.key for setting in VISION)  # they say nothing to a model of text alone
 # Of the worker alone: what engines of jobs have beside the settings of a language engine.
-JOB_SETTINGS = (TASK, *VIDEO_SETTINGS, *RANK_SETTINGS)
+JOB_SETTINGS = (*settings_of(TaskOption), *VIDEO_SETTINGS, *RANK_SETTINGS)
 JOB_TASKS = {  # whether a model is one, its server, its worker, and the flags that are its own
     "rank": (is_ranking_model, serve_rank, run_rank_worker, RANK_ONLY),
     "video": (is_video_model, serve_video, run_video_worker, VIDEO_ONLY),
 }
-WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, SETTINGS["log-level"])
+WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, *only(SERVER, "log-level"))
+
+SERVED = {
+    "Server": (TaskOption, *SERVER),
+    "Ranking": RANK_SETTINGS,
+    "Images (for a model that takes images)": VISION,
+    "Videos": VIDEO_SETTINGS,
+    "Workers": (*POOL, RoleOptions),
+    "Router": only(ROUTER, "router"),
+    **{name: without(group, *UNSERVED) for name, group in ENGINE_PANELS.items()},
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    panels = {
-        "Server": (TASK, *SERVER, PRICE),
-        "Ranking": RANK_SETTINGS,
-        "Images (for a model that takes images)": VISION,
-        "Videos": VIDEO_SETTINGS,
-        "Workers": POOL,
-        "Router": ROUTER,
-        **ENGINE_PANELS,
-    }
-    command(app, "serve", panels, positional="model", common=COMMON)(serve)
+    command(app, "serve", SERVED, positional="model", common=COMMON)(serve)
     engine = {"Engine": (*WORKER_SETTINGS, *JOB_SETTINGS)}
     command(app, "worker-process", engine, hidden=True)(worker_process)
 
@@ -132,7 +153,7 @@ def serve(settings: Settings) -> None:
 
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
-    config = settings.build(ServerConfig, price_per_gpu_hour=settings.values.get(PRICE.key))
+    config = settings.build(ServerConfig)
     set_log_level(config.log_level)
     model = settings.build(ModelConfig).model
     _check_joining(settings)
@@ -196,8 +217,6 @@ def serve(settings: Settings) -> None:
 
 
 def _check_kv_events(settings: Settings, pool: PoolConfig) -> None:
-    if pool.kv_events_replay is not None and pool.kv_events is None:
-        raise SettingsError("--kv-events-replay needs --kv-events")
     if pool.kv_events is not None and settings.get("attention-dp"):
         raise SettingsError("--kv-events does not go with --attention-dp: give one of them")
 
@@ -321,7 +340,7 @@ def _check_ranks(path: Path, roles: list[Settings]) -> None:
 
 def worker_command(settings: Settings, path: Path) -> list[str]:
     """The command line of a worker with the same engine settings."""
-    given = Settings(settings.values | {"model": str(path)})
+    given = settings | {"model": str(path)}
     # -P: a folder named tokenmill in the working directory is not the package.
     command = [sys.executable, "-P", "-m", "tokenmill", "worker-process"]
     return [*command, *given.flags(WORKER_SETTINGS)]
@@ -339,7 +358,7 @@ def _roles(settings: Settings, pool: PoolConfig) -> Settings:
         raise SettingsError(f"--{given} needs --{missing}: prefill workers only compute prompts")
     if "workers" in settings:
         raise SettingsError("give --workers or --prefill and --decode, not both")
-    return Settings(settings.values | {"kv-connector": _connector(settings, pool)})
+    return settings | {"kv-connector": _connector(settings, pool)}
 
 
 def _connector(settings: Settings, pool: PoolConfig) -> str:
@@ -359,7 +378,7 @@ def _num_gpus() -> int:
 
 def _own(settings: Settings, key: str) -> Settings:
     """The settings with those that a role has of its own, given as KEY=VALUE."""
-    known = {setting.key: setting for setting in WORKER_SETTINGS}
+    known = by_key(without(WORKER_SETTINGS, *UNSERVED))
     own: dict[str, Any] = {}
     for item in settings.get(key):
         name, _, value = item.partition("=")
@@ -370,7 +389,7 @@ def _own(settings: Settings, key: str) -> Settings:
         if name in ONE_MODEL:
             raise SettingsError(f"--{key} {name}: prefill and decode workers have the same model")
         own[name] = read_value(known[name], value, f"--{key} {name}")
-    return Settings(settings.values | own)
+    return settings | own
 
 
 def _gpu_part(settings: Settings) -> float:

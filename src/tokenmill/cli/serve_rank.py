@@ -15,23 +15,44 @@ import typer
 from tokenmill.cli.rank import load_ranking_model
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.specs.hstu import ARCHITECTURE
-from tokenmill.settings import POOL, SERVER, SETTINGS, Settings, SettingsError
-from tokenmill.settings.commands import RANK, RANK_SERVER, RANK_TABLES, TEXT_SERVER_ONLY
+from tokenmill.settings import (
+    MODEL,
+    POOL,
+    SCHEDULER,
+    SERVER,
+    Settings,
+    SettingsError,
+    only,
+)
+from tokenmill.settings.shared import RankBatches, RankTables
 
 if TYPE_CHECKING:
     from tokenmill.ranking.rank_jobs import RankJobs
 
-RANK_SETTINGS = (*RANK, *RANK_TABLES, *RANK_SERVER)
+# Settings of SERVER and POOL that servers of ranking and video models refuse.
+TEXT_SERVER_ONLY = frozenset(
+    (
+        *("fronts", "tool-parser", "reasoning-parser", "chat-template", "template-date"),
+        *("otlp-endpoint", "prefill", "decode", "remote-prefill-tokens"),
+        *("join-listen", "token-file", "kv-events"),
+    )
+)
+LATENCY_MS = 80.0  # that a request may take, queue and step: batches are made so that it holds
+RANK_SETTINGS = only(RankTables, "table")
 RANK_ONLY = tuple(setting.key for setting in RANK_SETTINGS)
 _DEVICE = ("device", "share-gpus")
-_MODEL = ("model", "dtype", *_DEVICE, "num-threads", "random-weights", "weights-seed")
+_MODEL = ("model", "dtype", *_DEVICE, "num-threads", "random-weights")
 _TAKEN = {s.key for s in (*SERVER, *POOL)} - TEXT_SERVER_ONLY | {
     *_MODEL,
     *RANK_ONLY,
     "task",
     "max-queue",
 }
-WORKER_SETTINGS = (*(SETTINGS[key] for key in (*_MODEL, "log-level", "max-queue")), *RANK_SETTINGS)
+WORKER_SETTINGS = (
+    *only(MODEL, *_MODEL),
+    *only((*SERVER, *SCHEDULER), "log-level", "max-queue"),
+    *RANK_SETTINGS,
+)
 
 
 def is_ranking_model(model: str) -> bool:
@@ -71,7 +92,7 @@ def _worker_command(settings: Settings) -> list[str]:
     own = {"model": str(Path(settings.get("model")).expanduser())}
     # -P: a folder named tokenmill in the working directory is not the package.
     command = [sys.executable, "-P", "-m", "tokenmill", "worker-process", "--task=rank"]
-    return [*command, *Settings(settings.values | own).flags(WORKER_SETTINGS)]
+    return [*command, *(settings | own).flags(WORKER_SETTINGS)]
 
 
 def run_rank_worker(settings: Settings, address: str) -> None:
@@ -96,9 +117,9 @@ def _load(settings: Settings) -> RankJobs:
 
     model = load_ranking_model(settings)
     limits = BatchLimits(
-        max_batch_tokens=settings.get("max-batch-tokens"),
+        max_batch_tokens=RankBatches().max_batch_tokens,
         max_queue_requests=settings.get("max-queue"),
-        latency_ms=settings.get("latency-limit"),
+        latency_ms=LATENCY_MS,
     )
     engine = RankingEngine(model, limits)
     if engine.on_gpu:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tokenmill import console
+from tokenmill.cli.serve_rank import TEXT_SERVER_ONLY
 from tokenmill.cli.video import DEFAULTS
 from tokenmill.core.config import ModelConfig, PoolConfig, ServerConfig
 from tokenmill.core.installation import install_command
@@ -21,32 +22,33 @@ from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import (
     POOL,
     SERVER,
-    SETTINGS,
+    VIDEO,
     VIDEO_PARALLEL,
-    VIDEO_SERVER,
     Settings,
     SettingsError,
-    video_model,
+    only,
+    settings_of,
+    without,
 )
-from tokenmill.settings.commands import TEXT_SERVER_ONLY
+from tokenmill.settings.shared import VideoModel
 
 if TYPE_CHECKING:
     from tokenmill.video.pipeline import Pipeline
 
-HANG_TIMEOUT_S = 600.0  # unless given: a step of a large video takes a minute on a slow GPU
+HANG_TIMEOUT_S = 600.0  # a step of a large video takes a minute on a slow GPU
 # What all videos of a server have: its operator says how fast and how exact they are.
-SERVED_JOB = tuple(
-    SETTINGS[key] for key in ("schedule", "step-cache", "attention-dtype", "vae-tiles")
-)
-VIDEO_SETTINGS = (*VIDEO_SERVER, *SERVED_JOB, SETTINGS["offload"], *VIDEO_PARALLEL)
+SERVED_JOB = only(VIDEO, "step-cache", "attention-dtype")
+OFFLOAD = only(VideoModel, "offload")
+VIDEO_SETTINGS = (*settings_of(VideoServerConfig), *SERVED_JOB, *OFFLOAD, *VIDEO_PARALLEL)
 VIDEO_ONLY = tuple(setting.key for setting in VIDEO_SETTINGS)
+VIDEO_MODEL = without(VideoModel, "weights-seed")
 WORKER_SETTINGS = (
-    *video_model(),
+    *VIDEO_MODEL,
     *VIDEO_PARALLEL,
-    SETTINGS["attention-dtype"],
-    SETTINGS["log-level"],
+    *only(VIDEO, "attention-dtype"),
+    *only(SERVER, "log-level"),
 )
-_KNOWN = (*SERVER, *POOL, *VIDEO_SETTINGS, *video_model())
+_KNOWN = (*SERVER, *POOL, *VIDEO_SETTINGS, *VIDEO_MODEL)
 _TAKEN = {s.key for s in _KNOWN} - TEXT_SERVER_ONLY | {"task"}
 
 
@@ -67,9 +69,9 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
     model = settings.values.get("model", DEFAULTS["model"])
     path = Path(model).expanduser()
     name = config.served_model_name or (path.resolve().name if path.exists() else model)
-    given = Settings({"hang-timeout": HANG_TIMEOUT_S} | settings.values | {"model": model})
+    given = settings | {"model": model}
     logger = logging.getLogger(__name__)
-    job = _job(settings)
+    job = settings.build(VideoParams)
 
     def on_listening(url: str, facts: dict[str, Any]) -> None:
         noise = "; its weights are random: videos are noise" if facts["tokenizer"] is None else ""
@@ -79,23 +81,19 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
         logger.info(f"{served} is served at {url}/v1/videos{noise}{loose}; {url}/docs describes it")
         logger.info(f"dashboard: {url}/dashboard")
 
-    pool, videos = _pool(given), settings.build(VideoServerConfig, job=job)
+    folder = settings.get("video-dir")
+    latents = None if folder is None else str(Path(folder) / "latents")
+    pool, videos = _pool(given), settings.build(VideoServerConfig, job=job, latent_dir=latents)
     num_ranks = settings.build(VideoParallel).num_ranks
     serve_videos(_worker_command(given), config, videos, name, on_listening, pool, num_ranks)
-
-
-def _job(settings: Settings) -> VideoParams:
-    """What every video of the server is made with."""
-    job = settings.build(VideoParams)
-    if job.vae_tiles and settings.build(VideoParallel).num_ranks > 1:
-        raise SettingsError("--vae-tiles is for one rank: several decode columns of the picture")
-    return job
 
 
 def _pool(settings: Settings) -> PoolConfig:
     """The workers; those of several ranks start these themselves, on their machine."""
     device, share = settings.get("device"), settings.get("share-gpus")
-    pool = settings.build(PoolConfig, device=device, share_gpus=share)
+    pool = settings.build(
+        PoolConfig, device=device, share_gpus=share, hang_timeout_s=HANG_TIMEOUT_S
+    )
     if settings.build(VideoParallel).num_ranks == 1:
         return pool
     if pool.placement == "ray" or pool.ray_address is not None:

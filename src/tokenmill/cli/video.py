@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,29 +11,38 @@ import typer
 
 from tokenmill import console
 from tokenmill.core.config import ModelConfig
+from tokenmill.core.flags import INTEGER, setting
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenmillError
 from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.settings import (
-    SETTINGS,
-    VIDEO,
-    VIDEO_PARALLEL,
-    Settings,
-    SettingsError,
-    video_model,
-)
+from tokenmill.settings import VIDEO, VIDEO_PARALLEL, Settings, SettingsError
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import JsonOption, VideoModel
 
 if TYPE_CHECKING:
     from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
     from tokenmill.video.pipeline import Pipeline
 
-DEFAULTS = {"model": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "seed": VideoParams().seed}
-SEED = replace(SETTINGS["seed"], help="Same seed, same pixels.")
+DEFAULTS = {"model": VideoModel().model}
+
+
+@dataclass(frozen=True, slots=True)
+class OutOption:
+    out: str = setting("video.mp4", "File to write (.mp4), or a folder for PNG frames.")
+
+
+@dataclass(frozen=True, slots=True)
+class VideoJobOptions:
+    negative_prompt: str | None = setting(
+        None, "What the video is not to be (MLPerf's unless given)."
+    )
+    seed: int = setting(VideoParams().seed, "Same seed, same pixels.", INTEGER)
+
+
 PANELS = {
-    "Output": (SETTINGS["out"], SETTINGS["json"]),
-    "Video": (*VIDEO, SETTINGS["negative-prompt"], SEED),
-    "Model": video_model(),
+    "Output": (OutOption, JsonOption),
+    "Video": (*VIDEO, VideoJobOptions),
+    "Model": VideoModel,
     "Parallelism": VIDEO_PARALLEL,
 }
 

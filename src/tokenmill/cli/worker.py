@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -15,13 +16,22 @@ from tokenmill.cli.serve import (
     set_log_level,
 )
 from tokenmill.console import fetch
+from tokenmill.core.flags import setting
 from tokenmill.core.gpus import check_device
 from tokenmill.core.types import TokenmillError
-from tokenmill.settings import SETTINGS, Settings
-from tokenmill.settings.commands import JOIN
+from tokenmill.settings import POOL, SERVER, Settings, by_key, only
 from tokenmill.settings.options import command
 
-JOINING = (*JOIN, SETTINGS["token-file"], SETTINGS["wait-s"], SETTINGS["log-level"])
+
+@dataclass(frozen=True, slots=True)
+class JoinOption:
+    join: str | None = setting(
+        None,
+        "HOST:PORT of the server, as its --join-listen; by default LWS_LEADER_ADDRESS, port 7001.",
+    )
+
+
+JOINING = (JoinOption, *only(POOL, "token-file", "wait-s"), *only(SERVER, "log-level"))
 
 
 def register(app: typer.Typer) -> None:
@@ -48,11 +58,12 @@ def worker(settings: Settings) -> None:
     membership = Membership(where, token, settings.get("wait-s"))
     own = settings.values.items()
     ours = {setting.key: None for setting in WORKER_SETTINGS}
-    given = Settings(_plain(membership.settings) | {key: v for key, v in own if key in ours})
+    own_values = {key: value for key, value in own if key in ours}
+    given = Settings(_plain(membership.settings) | own_values, settings.defaults)
     try:
         check_device(given.get("device"))
         path = fetch(given.get("model"))
-        given = Settings(given.values | {"model": str(path)})
+        given = given | {"model": str(path)}
         membership.check_model(identity_of(given, path))
         run = build_worker(given, given.setup())
     except Exception as error:
@@ -65,4 +76,5 @@ def worker(settings: Settings) -> None:
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Settings as they were before they became JSON."""
-    return {key: tuple(value) if SETTINGS[key].repeated else value for key, value in values.items()}
+    table = by_key(WORKER_SETTINGS)
+    return {key: tuple(v) if table[key].repeated else v for key, v in values.items()}

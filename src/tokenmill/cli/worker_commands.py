@@ -14,13 +14,12 @@ import typer
 from tokenmill import console
 from tokenmill.cli.chat.remote_chat import RemoteError
 from tokenmill.core.keys.run_folder import find_own_server
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.settings import POOL, Settings, SettingsError, only
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import JsonOption, ServerAddress
 
 URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600  # a new worker may have to load its model, an old one to finish its requests
-SERVER = tuple(SETTINGS[key] for key in ("url", "control-token"))
-OUTPUT = (SETTINGS["json"],)
 TIER_KEYS = re.compile(r'embedding_keys_total\{table="(?P<table>\w+)",tier="(?P<tier>\w+)"\}')
 COUNTS = ("workers", "prefill", "decode")
 COLUMNS = (
@@ -51,9 +50,9 @@ JOB_COLUMNS = (
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    panels = {"Server": SERVER, "Output": OUTPUT}
+    panels = {"Server": ServerAddress, "Output": JsonOption}
     command(app, "status", panels)(status)
-    command(app, "scale", {"Workers": tuple(SETTINGS[key] for key in COUNTS), **panels})(scale)
+    command(app, "scale", {"Workers": only(POOL, *COUNTS), **panels})(scale)
     command(app, "drain", panels)(drain)
 
 

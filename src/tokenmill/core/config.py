@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tokenmill.core.flags import (
+    EVENTS,
     KEYS,
     SECONDS,
     SIZE,
-    TCP,
     TEXT,
     URL_PATH,
     count,
@@ -48,7 +48,7 @@ class ModelConfig:
     random_weights: bool = setting(
         False, "Random weights: only config.json is read; tokens choose experts about evenly."
     )
-    seed: int = setting(0, "Seed of the random weights.", count(0), flag="weights-seed")
+    seed: int = 0  # of random weights
     max_model_len: int | None = setting(None, "Longest prompt plus answer, in tokens.", count(1))
     num_threads: int | None = setting(None, "CPU threads; by default all cores.", count(1, 4096))
     draft: str | None = setting(
@@ -72,16 +72,11 @@ class CacheConfig:
     )
     memory_bytes: int | None = setting(
         None,
-        "Memory of the KV cache, such as 2GiB; wins over --kv-cache-share.",
+        "Memory of the KV cache, such as 2GiB; wins over other limits.",
         SIZE,
         flag="kv-cache-memory",
     )
-    memory_share: float | None = setting(
-        None,
-        "Share of the memory that is free after loading; 0.5 on CPU, 0.95 on a GPU.",
-        number(0.01, 0.99),
-        flag="kv-cache-share",
-    )
+    memory_share: float | None = None  # of what is free after loading; 0.5 on CPU, 0.95 on a GPU
     gpu_share: float | None = setting(
         None,
         "Share of a GPU's memory that an engine may take in all, weights included; workers that "
@@ -125,15 +120,9 @@ class SchedulerConfig:
         1024, "Most requests that wait; more are refused.", count(0), flag="max-queue"
     )
     max_model_len: int = 8192
-    chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
-    policy: Literal["fcfs", "priority"] = setting("priority", "Order of the waiting requests.")
-    encoder_patches: int | None = setting(
-        None,
-        "Most image patches that a step encodes, or one larger image; by default they take half "
-        "as long as its tokens.",
-        count(1),
-        flag="max-encoder-patches",
-    )
+    chunked_prefill: bool = True  # long prompts are split over several steps
+    policy: Literal["fcfs", "priority"] = "priority"
+    encoder_patches: int | None = None  # of a step; None: half as long as its tokens
 
     # Patches, or prompt tokens that take as long, that a step has for images while others decode.
     encoder_share: int | None = None
@@ -179,34 +168,20 @@ class ExecutionConfig:
     batch_invariant: bool = setting(
         False, "Bitwise the same answer whatever a request is batched with; slower on a GPU."
     )
-    graph_memory_bytes: int = setting(
-        2 * GIB, "Most GPU memory that captured graphs may take.", SIZE, flag="graph-memory"
-    )
-    graph_capture_s: float = setting(
-        30.0,
-        "Most seconds that the capture of CUDA graphs takes at the start.",
-        SECONDS,
-        flag="graph-capture-time",
-    )
+    graph_memory_bytes: int = 2 * GIB
+    graph_capture_s: float = 30.0  # at the start
     mtp: int = setting(
         0,
         "Multi-token prediction: tokens drafted in a step and verified in the next; 0 is off.",
         count(0, 8),
     )
-    mtp_adaptive: bool = setting(
-        True, "Draft fewer tokens, or none, where they cost more than they give."
-    )
+    mtp_adaptive: bool = True  # draft fewer tokens where they cost more than they give
     record_path: str | None = setting(
         None,
         "Record arrivals, batches and step times in this file, for `plan replay`; no text.",
         flag="record",
     )
-    record_bytes: int = setting(
-        GIB // 4,
-        "Size at which a record becomes FILE.old and the next begins.",
-        SIZE,
-        flag="record-size",
-    )
+    record_bytes: int = GIB // 4  # then it becomes FILE.old
 
 
 RouterPolicy = Literal["kv", "round-robin", "least-loaded", "random"]
@@ -237,12 +212,7 @@ class ParallelConfig:
         count(0),
         flag="adp-timeout-iters",
     )
-    batching_wait_iters: int = setting(
-        0,
-        "Steps that prompts wait for more prompts once every rank has one.",
-        count(0),
-        flag="adp-batching-wait-iters",
-    )
+    batching_wait_iters: int = 0  # that prompts wait for more prompts
     redundant_experts: int = setting(
         0,
         "Extra copies of a layer's busy experts, rounded up to the same number on each rank.",
@@ -251,15 +221,8 @@ class ParallelConfig:
     rebalance_steps: int = setting(
         0, "Steps after which experts move to balance their load; 0: they never move.", count(0)
     )
-    rebalance_layers: int = setting(
-        2, "Most layers whose experts move between two steps.", count(1)
-    )
-    nodes: int = setting(
-        1,
-        "Machines that the ranks run on; experts of a routing group stay on one machine.",
-        count(1),
-        flag="ep-nodes",
-    )
+    rebalance_layers: int = 2  # that move between two steps
+    nodes: int = 1  # experts of a routing group stay on one
 
     @property
     def num_ranks(self) -> int:
@@ -338,25 +301,16 @@ class PoolConfig:
     kv_events: str | None = setting(
         None,
         "Publish over ZeroMQ, bound at this address, which KV blocks the workers cache, as vLLM "
-        "does; for routers. Events contain the tokens of prompts and are not encrypted.",
-        TCP,
-    )
-    kv_events_replay: str | None = setting(
-        None,
-        "Address of the socket that sends earlier events again; needs --kv-events.",
-        TCP,
+        "does; for routers. Events contain the tokens of prompts and are not encrypted. Behind "
+        "it may stand ,replay=tcp://*:PORT, where earlier events are sent again.",
+        EVENTS,
     )
     remote_prefill_tokens: int = setting(
         128,
         "The decode worker computes prompts with fewer uncached tokens itself.",
         count(1),
     )
-    kv_lease_s: float = setting(
-        LEASE_S,
-        "How long computed blocks wait for the worker that decodes.",
-        number(0.1, 3600, "SECONDS"),
-        flag="kv-lease",
-    )
+    kv_lease_s: float = LEASE_S  # how long computed blocks wait for the worker that decodes
     join_listen: str | None = setting(
         None,
         "HOST:PORT to listen at for workers of other machines, which `tokenmill worker` starts.",
@@ -386,32 +340,11 @@ class PoolConfig:
         "How long to wait for free GPUs of Ray, for workers to join, or for a server to join.",
         number(0.0, math.inf, "SECONDS"),
     )
-    max_migrations: int = setting(
-        MAX_MIGRATIONS,
-        "Workers in a row that may die while they run a request; then it runs alone, then fails.",
-        count(0),
-    )
-    heartbeat_s: float = setting(
-        1.0,
-        "Time between two heartbeats of a worker.",
-        number(0.01, 3600, "SECONDS"),
-        flag="heartbeat",
-    )
-    hang_timeout_s: float = setting(
-        60.0,
-        "A worker without a heartbeat for this long is killed; every step must be shorter.",
-        number(0.01, math.inf, "SECONDS"),
-        flag="hang-timeout",
-    )
-    start_timeout_s: float = setting(
-        1800.0,
-        "A worker that is not ready within this time is started again.",
-        number(0.01, math.inf, "SECONDS"),
-        flag="start-timeout",
-    )
-    max_restarts: int = setting(
-        5, "Restarts of one worker in a row before it is given up.", count(0)
-    )
+    max_migrations: int = MAX_MIGRATIONS
+    heartbeat_s: float = 1.0
+    hang_timeout_s: float = 60.0  # without a heartbeat
+    start_timeout_s: float = 1800.0
+    max_restarts: int = 5  # in a row
     backoff_s: float = 0.5  # before the first restart; doubles with each
     stable_s: float = 60.0  # a worker that lived this long starts the count anew
 
@@ -455,74 +388,27 @@ class ServerConfig:
     )
     served_model_name: str | None = setting(None, "Name that clients ask for.")
     max_body_bytes: int = setting(16 * 2**20, "Largest request body.", SIZE, flag="max-body-size")
-    max_body_memory_bytes: int = setting(
-        512 * 2**20,
-        "Memory for long bodies and images of all calls, at least that of four bodies for each "
-        "front; one API key may hold as much as it leaves free.",
-        SIZE,
-        flag="max-body-memory",
-    )
-    stream_interval: int = setting(
-        1,
-        "Tokens between two events of a stream, after its first one; more cost the server less.",
-        count(1),
-    )
+    max_body_memory_bytes: int = 512 * 2**20  # of long bodies and images of all calls
+    stream_interval: int = 1  # tokens between two events of a stream
     max_concurrency: int = setting(1024, "Most requests at once; further ones get a 429.", count(1))
     max_concurrency_per_key: int | None = setting(
         None, "Most requests at once of one API key; further ones get a 429.", count(1)
-    )
-    max_pending: int | None = setting(
-        None,
-        "Most requests per worker without a first token; more get a 429.",
-        count(1),
     )
     control_token: str | None = setting(
         None,
         "Secret for calls that change the server, or that show what all keys do; without it one is "
         "made, which the commands of the same user find.",
     )
-    open_metrics: bool = setting(False, "Let everybody read /metrics, also where keys are set.")
-    request_timeout_s: float | None = setting(
-        None, "Deadline of every request.", SECONDS, flag="request-timeout"
-    )
+    request_timeout_s: float | None = None  # deadline of every request
     drain_timeout_s: float = setting(
         30.0, "Time that running requests get after SIGTERM.", SECONDS, flag="drain-timeout"
     )
-    header_timeout_s: float = setting(
-        20.0,
-        "Time for the headers of a request; slower ones get a 408.",
-        PATIENCE,
-        flag="header-timeout",
-    )
-    body_timeout_s: float = setting(
-        300.0,
-        "Time for the body of a request; slower ones get a 408.",
-        PATIENCE,
-        flag="body-timeout",
-    )
-    body_idle_timeout_s: float = setting(
-        30.0,
-        "Time between two parts of a body; slower ones get a 408.",
-        PATIENCE,
-        flag="body-idle-timeout",
-    )
-    send_timeout_s: float = setting(
-        300.0,
-        "Time after which a client that does not read its answer is disconnected.",
-        PATIENCE,
-        flag="send-timeout",
-    )
-    keep_alive_timeout_s: float = setting(
-        60.0,
-        "Time after which a connection without a request is closed.",
-        PATIENCE,
-        flag="keep-alive-timeout",
-    )
-    max_connections: int = setting(
-        8192,
-        "Most connections; beyond it idle ones are closed, and then new ones get a 503.",
-        count(1),
-    )
+    header_timeout_s: float = 20.0  # slower clients get a 408
+    body_timeout_s: float = 300.0
+    body_idle_timeout_s: float = 30.0  # between two parts of a body
+    send_timeout_s: float = 300.0  # then a client that does not read is disconnected
+    keep_alive_timeout_s: float = 60.0  # of an idle connection
+    max_connections: int = 8192  # then idle ones are closed, and new ones get a 503
     share_prefix_cache: bool = setting(
         False, "Let all API keys share cached prefixes: times and usage then tell of other keys."
     )
@@ -544,13 +430,15 @@ class ServerConfig:
         repeated=True,
         listed=True,
     )
-    price_per_gpu_hour: float | None = None  # of receipts
+    price_per_gpu_hour: float | None = setting(
+        None,
+        "Dollars per GPU and hour: receipts then have dollars.",
+        number(0, math.inf, "USD"),
+    )
     log_requests: bool = setting(
         False, "Log a line per request: id, endpoint, status, tokens, times, worker."
     )
-    log_stats: bool = setting(
-        True, "Log a line of throughput every ten seconds while there is traffic."
-    )
+    log_stats: bool = True  # a line of throughput every ten seconds
     tool_parser: Literal["auto", "hermes", "llama3_json", "harmony", "none"] = setting(
         "auto", "How the model writes tool calls."
     )
@@ -564,16 +452,9 @@ class ServerConfig:
     max_thinking_tokens: int | None = setting(
         None, "Most tokens of reasoning of any answer; then the answer itself follows.", count(0)
     )
-    default_max_tokens: int | None = setting(None, "max_tokens where a request has none.", count(1))
-    max_stored_responses: int = setting(
-        4096, "Most responses of /v1/responses kept for later calls; 0 keeps none.", count(0)
-    )
-    max_stored_response_bytes: int = setting(
-        256 * 2**20, "Most memory of stored responses.", SIZE, flag="max-stored-response-size"
-    )
-    stored_response_age_s: float = setting(
-        86_400.0, "How long a stored response is kept.", SECONDS, flag="stored-response-age"
-    )
+    max_stored_responses: int = 4096
+    max_stored_response_bytes: int = 256 * 2**20
+    stored_response_age_s: float = 86_400.0
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "How much is logged to stderr."
     )
@@ -617,4 +498,8 @@ class RouteConfig:
         number(0.01, 3600, "SECONDS"),
         flag="connect-timeout",
     )
-    max_migrations: int = MAX_MIGRATIONS  # backends that may fail a call before it is sent alone
+    max_migrations: int = setting(
+        MAX_MIGRATIONS,
+        "Backends that may be lost with a call, or answer 500; then it runs alone, then fails.",
+        count(0),
+    )

@@ -42,10 +42,13 @@ def _read_text(value: Any) -> str:
     return value
 
 
-def _read_tcp(value: Any) -> str:
-    if not isinstance(value, str) or not _TCP.fullmatch(value) or int(value.split(":")[-1]) > 65535:
+def _read_events(value: Any) -> str:
+    for address in _read_text(value).split(",replay="):
+        if not _TCP.fullmatch(address) or int(address.split(":")[-1]) > 65535:
+            raise ValueError(value)
+    if value.count(",") > 1:
         raise ValueError(value)
-    return value
+    return str(value)
 
 
 def split_list(value: Any) -> list[Any]:
@@ -166,7 +169,11 @@ def _read_url_path(value: Any) -> str:
     return value
 
 
-TCP = Kind(_read_tcp, "tcp://HOST:PORT, or tcp://*:PORT for all interfaces", "tcp://HOST:PORT")
+EVENTS = Kind(
+    _read_events,
+    "tcp://HOST:PORT, or tcp://*:PORT for all interfaces, and ,replay=tcp://HOST:PORT if wanted",
+    "tcp://HOST:PORT[,replay=tcp://HOST:PORT]",
+)
 TEXT = Kind(_read_text, "a text that is not empty", "TEXT")
 URL_PATH = Kind(_read_url_path, "a path such as /pooling or /v1/audio/", "PATH,...")
 KEYS = Kind(_read_text, "keys separated by commas, none of them empty", "KEY,...")

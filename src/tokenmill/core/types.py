@@ -46,9 +46,9 @@ class ImageError(InvalidRequestError):
 
 
 class LargeImageError(ImageError):
-    """An image over a limit; `remedy` is what helps at a server, beside a smaller image."""
+    """An image over a limit; `remedy` is what helps beside a smaller image."""
 
-    def __init__(self, message: str, remedy: str) -> None:
+    def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
         self.remedy = remedy
 

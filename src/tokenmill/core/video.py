@@ -97,15 +97,9 @@ class VideoServerConfig:
         SIZE,
         flag="video-storage",
     )
-    max_video_jobs: int = setting(
-        256, "Most videos that wait or are being made; further ones get a 429.", count(1)
-    )
-    max_video_megapixels: int = setting(
-        300, "Largest video: width times height times frames, in millions of pixels.", count(1)
-    )
-    latent_dir: str | None = setting(
-        None, "Folder of the tensor files that calls may name in latent_path (none unless given)."
-    )
+    max_video_jobs: int = 256  # that wait or are being made
+    max_video_megapixels: int = 300  # width times height times frames
+    latent_dir: str | None = None  # of the files that calls may name in latent_path
     job: VideoParams = VideoParams()  # what a job is unless its call says otherwise
 
 

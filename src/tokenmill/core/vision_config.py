@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.core.flags import SIZE, count, number, setting
+from tokenmill.core.flags import setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +21,11 @@ class VisionConfig:
     folder: str | None = setting(
         None, "Folder from which images are read by file: URLs.", flag="image-folder"
     )
-    max_bytes: int = setting(20 * 2**20, "Largest file of an image.", SIZE, flag="max-image-size")
-    max_area: int = setting(
-        64_000_000,
-        "Most pixels of an image before it is resized; larger ones are not decoded.",
-        count(1),
-        flag="max-image-area",
-    )
-    max_images: int = setting(32, "Most images of one call.", count(1))
-    max_pixels: int | None = setting(
-        None,
-        "Most pixels of an image after it is resized; the default is the model's.",
-        count(1),
-        flag="image-max-pixels",
-    )
-    min_pixels: int | None = setting(
-        None,
-        "Fewest pixels of an image after it is resized; the default is the model's.",
-        count(1),
-        flag="image-min-pixels",
-    )
-    timeout_s: float = setting(
-        10.0,
-        "Time to fetch an image.",
-        number(0.01, 3600, "SECONDS"),
-        flag="image-timeout",
-    )
-    cache_bytes: int = setting(
-        256 * 2**20, "Memory for images that are ready.", SIZE, flag="image-cache-size"
-    )
-    processes: int = setting(
-        4, "Processes that decode and resize images.", count(1, 256), flag="image-processes"
-    )
+    max_bytes: int = 20 * 2**20  # of a file
+    max_area: int = 64_000_000  # pixels, before it is decoded
+    max_images: int = 32  # of a call
+    max_pixels: int | None = None  # after it is resized; None: as the model says
+    min_pixels: int | None = None
+    timeout_s: float = 10.0  # to fetch an image
+    cache_bytes: int = 256 * 2**20  # of images that are ready
+    processes: int = 4  # that decode and resize

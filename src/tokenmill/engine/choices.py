@@ -115,7 +115,7 @@ def _check_offloading(asked: Setup) -> None:
     if not asked.cache.prefix_cache:
         problem = "the prefix cache: leave out --no-prefix-cache"
     elif not asked.scheduler.chunked_prefill:
-        problem = "chunked prefill: leave out --no-chunked-prefill"
+        problem = "chunked prefill"
     elif asked.parallel.num_ranks > 1 and not asked.parallel.attention_dp:
         problem = (
             f"an engine of one rank, not {asked.parallel.num_ranks}, or ranks with KV of their "

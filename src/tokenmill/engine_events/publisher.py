@@ -109,7 +109,7 @@ class CachePublisher:
         try:
             self._socket = self._bind("--kv-events", zmq.PUB, address)
             if replay is not None:
-                router = self._bind("--kv-events-replay", zmq.ROUTER, replay)
+                router = self._bind("--kv-events replay=", zmq.ROUTER, replay)
                 self._thread = threading.Thread(
                     target=self._serve_replays, args=(router,), name="kv-events", daemon=True
                 )
@@ -185,5 +185,6 @@ def open_publisher(config: PoolConfig) -> Iterator[CachePublisher | None]:
     if config.kv_events is None:
         yield None
         return
-    with contextlib.closing(CachePublisher(config.kv_events, config.kv_events_replay)) as publisher:
+    address, _, replay = config.kv_events.partition(",replay=")
+    with contextlib.closing(CachePublisher(address, replay or None)) as publisher:
         yield publisher

@@ -191,8 +191,7 @@ def _check_warm(outputs: list[RankOutput], limits: BatchLimits) -> None:
     for output in outputs:
         if output.finish is not RankFinish.DONE:
             raise ModelLoadError(
-                f"a batch of at most {limits.max_batch_tokens} tokens (--max-batch-tokens) "
-                f"cannot run: {output.message}"
+                f"a batch of at most {limits.max_batch_tokens} tokens cannot run: {output.message}"
             )
 
 

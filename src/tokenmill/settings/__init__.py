@@ -1,4 +1,4 @@
-"""Settings: one table of what can be set, and one loader for flag, environment and TOML file.
+"""Settings: fields of configs that a flag, the environment or a TOML file fills.
 
 A setting has one name everywhere: `--max-num-seqs` is TOKENMILL_MAX_NUM_SEQS in the environment
 and `max-num-seqs` in the file. A flag wins over the environment, the environment over the file,
@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenmill.core.bench_config import BenchConfig, EndpointConfig
 from tokenmill.core.config import (
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
     ParallelConfig,
     PoolConfig,
-    RouteConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -31,38 +29,24 @@ from tokenmill.core.config import (
 from tokenmill.core.flags import IMAGE_SIZE, split_list
 from tokenmill.core.installation import with_recipes
 from tokenmill.core.types import SamplingParams
-from tokenmill.core.video import VideoParams, VideoServerConfig
+from tokenmill.core.video import VideoParams
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.core.vision_config import VisionConfig
-from tokenmill.settings import commands
+from tokenmill.settings.removed import what_is_so_now
+from tokenmill.settings.setting import Panel as Panel
 from tokenmill.settings.setting import Setting as Setting
 from tokenmill.settings.setting import SettingsError as SettingsError
-from tokenmill.settings.setting import settings_of
+from tokenmill.settings.setting import only as only
+from tokenmill.settings.setting import settings_in as settings_in
+from tokenmill.settings.setting import settings_of as settings_of
+from tokenmill.settings.setting import without as without
 
 MODEL, CACHE = settings_of(ModelConfig), settings_of(CacheConfig)
 SCHEDULER, EXECUTION = settings_of(SchedulerConfig), settings_of(ExecutionConfig)
 PARALLEL, SAMPLING = settings_of(ParallelConfig), settings_of(SamplingParams)
-SERVER, POOL = settings_of(ServerConfig), (*settings_of(PoolConfig), *commands.POOL)
-ROUTER, ROUTE = settings_of(RouterConfig), settings_of(RouteConfig)
+SERVER, POOL, ROUTER = (settings_of(c) for c in (ServerConfig, PoolConfig, RouterConfig))
 VISION, VIDEO = settings_of(VisionConfig), settings_of(VideoParams)
-VIDEO_SERVER = settings_of(VideoServerConfig)
 VIDEO_PARALLEL = settings_of(VideoParallel)
-BENCH, ENDPOINT = settings_of(BenchConfig), settings_of(EndpointConfig)
-
-
-def _endpoint(first: str, last: str) -> tuple[Setting, ...]:
-    keys = [setting.key for setting in ENDPOINT]
-    return ENDPOINT[keys.index(first) : keys.index(last) + 1]
-
-
-ENDPOINT_REQUESTS, ENDPOINT_LOAD = (
-    _endpoint("api", "extra-body"),
-    _endpoint("concurrency", "slo-percentile"),
-)
-ENDPOINT_DATA, ENDPOINT_REPORT = (
-    _endpoint("prompts", "tokenizer"),
-    _endpoint("goodput", "output-dir"),
-)
 CONFIG_FILE = "tokenmill.toml"
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 OTHER_VARIABLES = {
@@ -73,35 +57,16 @@ OTHER_VARIABLES = {
 }
 
 Config = TypeVar("Config")
-SETTINGS: dict[str, Setting] = {
-    s.key: s
-    for group in (  # of two with one key the config's is the last
-        *(value for value in vars(commands).values() if isinstance(value, tuple)),
-        *(MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL, SERVER, SAMPLING),
-        *(POOL, ROUTER, ROUTE, VISION, VIDEO, VIDEO_SERVER, VIDEO_PARALLEL, BENCH, ENDPOINT),
-    )
-    for s in group
-}
-
-_MODEL_OF_VIDEO = {
-    "model": "Folder or hub name of a diffusers pipeline; with --random-weights a shape: "
-    "wan2.2-t2v-a14b or wan-tiny.",
-    "dtype": "Compute type of the experts; auto: bf16 on a GPU, else fp32.",
-    "device": "",
-    "share-gpus": "",
-    "num-threads": "",
-    "random-weights": "Random weights: the video is noise.",
-    "weights-seed": "",
-    "offload": "",
-}
 
 
-def video_model() -> tuple[Setting, ...]:
-    """The settings of a model, in the words of those that make videos."""
-    return tuple(
-        replace(SETTINGS[key], help=help) if help else SETTINGS[key]
-        for key, help in _MODEL_OF_VIDEO.items()
-    )
+def by_key(*panels: Panel) -> dict[str, Setting]:
+    """The settings below all these headings; of two with one key the last."""
+    return {setting.key: setting for panel in panels for setting in settings_in(panel)}
+
+
+def defaults_of(*panels: Panel) -> dict[str, Any]:
+    """The defaults of the settings below these headings."""
+    return {setting.key: setting.default for panel in panels for setting in settings_in(panel)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +74,26 @@ class Settings:
     """Values by setting, each from the strongest source that gave one."""
 
     values: dict[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of what a command takes
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
+    def __or__(self, values: Mapping[str, Any]) -> Settings:
+        """These settings, where nothing stronger is in `values`."""
+        return Settings(self.values | dict(values), self.defaults)
+
+    def __ror__(self, values: Mapping[str, Any]) -> Settings:
+        """`values`, where these settings have nothing."""
+        return Settings(dict(values) | self.values, self.defaults)
+
     def get(self, key: str) -> Any:
         """The value of a setting, or its default."""
-        return self.values.get(key, SETTINGS[key].default)
+        return self.values[key] if key in self.values else self.defaults[key]
 
     def build(self, owner: type[Config], **more: Any) -> Config:
         """The config `owner` with every field that a source gave; `more` fills other fields."""
-        given = {
-            SETTINGS[key].field: value
-            for key, value in self.values.items()
-            if SETTINGS[key].owner is owner
-        }
+        given = {s.field: self.values[s.key] for s in settings_of(owner) if s.key in self.values}
         return owner(**(more | given))
 
     def setup(self) -> Setup:
@@ -157,54 +127,51 @@ def _flag(setting: Setting, value: Any) -> list[str]:
 
 def load(
     flags: Mapping[str, Any],
+    table: Mapping[str, Setting],
     *,
     config: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     defaults: Mapping[str, Any] | None = None,
-    offered: Iterable[Setting] = (),
+    known: Iterable[Setting] | None = (),
     command: Sequence[str] = (),
 ) -> Settings:
     """Join flags (by key; None is not given), environment, TOML file and a command's defaults.
 
-    `config` is the --config flag. Only keys of `flags` are taken: the environment may also set
-    what other commands read, and so may a file below their names. `offered` are settings with a
-    kind of this command's own, such as several numbers where others take one.
+    `config` is the --config flag. `table` is what the command takes: the environment may also set
+    what other commands read, and so may a file below their names. `known` are their settings; None:
+    whatever else a file has is theirs.
     """
-    table = SETTINGS | {setting.key: setting for setting in offered}
     values = dict(defaults or {})
     path = config_path(config, environ)
-    for _, given in sources(flags, path, environ, table, command):
+    for _, given in sources(path, environ, table, known, command):
         values |= given
     for key, value in flags.items():
         if value is not None and value != () and value != []:
             values[key] = read_value(table[key], value, "--" + key)
-    return Settings(values)
+    return Settings(values, defaults_of(table.values()))
 
 
 def sources(
-    keys: Iterable[str],
     path: Path | None,
     environ: Mapping[str, str],
     table: Mapping[str, Setting],
+    known: Iterable[Setting] | None,
     command: Sequence[str],
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What the file and then the environment set of these keys, each under its name."""
-    wanted = set(keys)
-    file = {} if path is None else _from_file(path, table, wanted, command)
-    found = {"environment": _from_environment(environ, table)}
-    return [
-        (name, {key: value for key, value in values.items() if key in wanted})
-        for name, values in ({str(path): file} | found).items()
-    ]
+    """What the file and then the environment set of a command's table, each under its name."""
+    file = {} if path is None else _from_file(path, table, known, command)
+    return list({str(path): file, "environment": _from_environment(environ, table)}.items())
 
 
-def unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
+def unknown_variables(environ: Mapping[str, str], known: Iterable[Setting]) -> Iterator[str]:
     """A sentence for each variable of ours that nothing reads."""
-    known = {name for s in SETTINGS.values() for name, _ in _names(s, s.variable, "TOKENMILL_NO_")}
+    names = {name for s in known for name, _ in _names(s, s.variable, "TOKENMILL_NO_")}
     for name in sorted(environ):
-        if name.startswith("TOKENMILL_") and name not in known | OTHER_VARIABLES:
-            near = get_close_matches(name, known, 1)
-            yield f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+        if name.startswith("TOKENMILL_") and name not in names | OTHER_VARIABLES:
+            near = get_close_matches(name, names, 1)
+            key = name.removeprefix("TOKENMILL_").replace("_", "-").lower()
+            now = what_is_so_now(key) or (f"did you mean {near[0]}?" if near else "")
+            yield f"{name} is no setting" + (f"; {now}" if now else "")
 
 
 def config_path(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -256,40 +223,53 @@ def _put(values: dict[str, Any], setting: Setting, raw: Any, source: str, negate
 
 
 def _from_file(
-    path: Path, table: Mapping[str, Setting], wanted: set[str], command: Sequence[str]
+    path: Path,
+    table: Mapping[str, Setting],
+    known: Iterable[Setting] | None,
+    command: Sequence[str],
 ) -> dict[str, Any]:
     """The keys outside all tables, and those of the command's own, such as [bench.endpoint]."""
     found = _read_toml(path)
-    values = _flat(path, found, table)
+    others = None if known is None else {n for s in known for n, _ in _names(s, s.key, "no-")}
+    values, foreign = _flat(path, found, table, others)
     own: Any = found
     for word in command:
         own = own.get(word, {}) if isinstance(own, dict) else {}
     if command and isinstance(own, dict):
-        values |= _flat(path, own, table)
-        if foreign := sorted(values.keys() - wanted):
+        below, foreign_below = _flat(path, own, table, others)
+        values |= below
+        if strange := sorted({*foreign, *foreign_below}):
+            now = what_is_so_now(strange[0]) if command == ("serve",) else ""
             raise SettingsError(
-                f"{path}: {foreign[0]!r} is no setting of {' '.join(command)}; "
-                "write it below the name of its command, such as [serve]"
+                f"{path}: {strange[0]!r} is no setting of {' '.join(command)}; "
+                + (now or "write it below the name of its command, such as [serve]")
             )
     return values
 
 
-def _flat(path: Path, found: Mapping[str, Any], table: Mapping[str, Setting]) -> dict[str, Any]:
-    known = {
+def _flat(
+    path: Path, found: Mapping[str, Any], table: Mapping[str, Setting], others: set[str] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a command's settings, and the keys of other commands."""
+    own = {
         name: (setting, negated)
         for setting in table.values()
         for name, negated in _names(setting, setting.key, "no-")
     }
     values: dict[str, Any] = {}
+    foreign = []
     for key, raw in found.items():
         if isinstance(raw, dict):
             continue
         name = key.replace("_", "-")
-        if name not in known:
-            raise SettingsError(f"{path}: unknown key {key!r}{_suggestion(name, known)}")
-        setting, negated = known[name]
-        _put(values, setting, raw, f"{path}: {key}", negated)
-    return values
+        if name in own:
+            setting, negated = own[name]
+            _put(values, setting, raw, f"{path}: {key}", negated)
+        elif others is None or name in others:
+            foreign.append(name)
+        else:
+            raise SettingsError(f"{path}: unknown key {key!r}{_suggestion(name, {*own, *others})}")
+    return values, foreign
 
 
 def tables_of(path: Path) -> set[str]:
@@ -307,5 +287,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
+    if now := what_is_so_now(name):
+        return f"; {now}"
     near = get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else "; keys are the flags, such as max-num-seqs"

@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from tokenmill.settings.removed import what_is_so_now
+from tokenmill.settings.setting import SettingsError
+
 MAX_WIDTH, LEAST_WIDTH = 100, 40
 FLAG_WIDTH = 26  # a longer name stands on a line of its own, above its help
 INDENT = "  "
@@ -20,6 +23,15 @@ class HelpCommand(TyperCommand):
     """A command whose help wraps texts, and never cuts a name."""
 
     common: frozenset[str] = frozenset()  # flags that --help shows; empty: all of them
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say what is so now where a flag was removed."""
+        known = {name for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts)}
+        for word in args[: args.index("--")] if "--" in args else args:
+            flag = word.partition("=")[0]
+            if flag not in known and (now := what_is_so_now(flag.removeprefix("--"))):
+                raise SettingsError(f"{flag}: {now}")
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print usage, text, flags by panel, and the epilog."""

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill.settings import (
-    SETTINGS,
+    Panel,
     Setting,
     SettingsError,
     config_path,
     load,
+    settings_in,
     tables_of,
     unknown_variables,
 )
@@ -29,7 +30,7 @@ GENERAL = ("config", "help-all", "help")
 def command(
     app: typer.Typer,
     name: str,
-    panels: Mapping[str, Iterable[Setting]],
+    panels: Mapping[str, Panel],
     *,
     positional: str | None = None,
     defaults: Mapping[str, Any] | None = None,
@@ -54,14 +55,14 @@ def command(
 
 def _with_settings(
     function: Command,
-    panels: Mapping[str, Iterable[Setting]],
+    panels: Mapping[str, Panel],
     positional: str | None,
     defaults: Mapping[str, Any],
     hidden: bool,
     help_all: bool,
 ) -> Command:
-    offered = {s.key: (panel, s) for panel, group in panels.items() for s in group}
-    taken = [setting for _, setting in offered.values()]
+    offered = {s.key: (panel, s) for panel, group in panels.items() for s in settings_in(group)}
+    taken = {key: setting for key, (_, setting) in offered.items()}
 
     def run(**given: Any) -> None:
         config = given.pop("config")
@@ -73,13 +74,14 @@ def _with_settings(
             flags[positional] = value
         context = given.pop("context")
         words = () if hidden else tuple(context.command_path.split()[1:])
-        found = load(flags, config=config, defaults=defaults, offered=taken, command=words)
-        if not hidden:
-            _announce(context, config)
+        known = None if hidden else all_settings(context.find_root().command)
+        found = load(flags, taken, config=config, defaults=defaults, known=known, command=words)
+        if known is not None:
+            _announce(context, config, known)
         function(found, **given)
 
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-    arguments = [_argument(SETTINGS[positional])] if positional else []
+    arguments = [_argument(taken[positional])] if positional else []
     options = [_option(s, panel, defaults, s.key == positional) for panel, s in offered.values()]
     parameters = [_parameter("context", typer.Context), *arguments, *own, *options]
     parameters.append(_config_option())
@@ -93,10 +95,18 @@ def _with_settings(
     return run
 
 
-def _announce(context: typer.Context, config: Path | None) -> None:
+def all_settings(group: Any) -> list[Setting]:
+    """Those of all commands below a group."""
+    found = list(getattr(group.callback, "taken", {}).values())
+    for command in getattr(group, "commands", {}).values():
+        found += all_settings(command)
+    return found
+
+
+def _announce(context: typer.Context, config: Path | None, every: list[Setting]) -> None:
     """A line on stderr for each source of settings that a user may not expect."""
     known = getattr(context.find_root().command, "commands", {})
-    for said in unknown_variables(os.environ):
+    for said in unknown_variables(os.environ, every):
         typer.echo(f"warning: {said}", err=True)
     path = config_path(config, os.environ)
     if path is not None and (strange := tables_of(path) - set(known)):

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.settings import SETTINGS, SettingsError, read_value
+from tokenmill.settings import (
+    CACHE,
+    EXECUTION,
+    MODEL,
+    PARALLEL,
+    SCHEDULER,
+    SettingsError,
+    by_key,
+    read_value,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +69,20 @@ ROWS = (
     VllmName("kv_cache_dtype", "kv-cache-dtype", values=_CACHE_DTYPES),
     VllmName("block_size", "block-size"),
     VllmName("enable_prefix_caching", "prefix-cache", switch=True),
-    VllmName("enable_chunked_prefill", "chunked-prefill", switch=True),
-    VllmName("async_scheduling", "overlap", switch=True),
+    VllmName(
+        "enable_chunked_prefill",
+        switch=True,
+        instead="long prompts are always split over several steps",
+        harmless=("true",),
+    ),
+    VllmName(
+        "async_scheduling",
+        switch=True,
+        instead="on a GPU a step is always prepared while the one before it runs",
+        harmless=("true",),
+    ),
     VllmName("enforce_eager", "cuda-graphs", switch=True, negated=True),
-    VllmName("scheduling_policy", "policy"),
+    VllmName("scheduling_policy", instead="use --client-priority", harmless=("fcfs",)),
     VllmName("tensor_parallel_size", "tp"),
     VllmName("chat_template", "chat-template"),
     VllmName("load_format", instead="use --random-weights", harmless=("auto", "safetensors")),
@@ -92,7 +111,7 @@ ROWS = (
     VllmName("ssl_certfile", "tls-cert"),
     VllmName("ssl_keyfile", "tls-key"),
     VllmName("enable_log_requests", "log-requests", switch=True),
-    VllmName("disable_log_stats", "log-stats", switch=True, negated=True),
+    VllmName("disable_log_stats", switch=True, instead="use --log-level warning"),
     VllmName("data_parallel_size", "workers"),
     VllmName("pipeline_parallel_size", instead="use --tp N or --ep N", harmless=("1",)),
     VllmName("enable_expert_parallel", switch=True, instead="use --ep N", harmless=("false",)),
@@ -142,7 +161,7 @@ def as_flags(arguments: Sequence[str]) -> list[str]:
 
 def as_fields(arguments: Mapping[str, Any]) -> dict[type, dict[str, Any]]:
     """Keyword arguments of vLLM's LLM as fields of the configs of an engine."""
-    rows = {row.name: row for row in ROWS}
+    rows, known = {row.name: row for row in ROWS}, by_key(*_ENGINE)
     found: dict[type, dict[str, Any]] = {}
     for name, given in arguments.items():
         if name not in rows:
@@ -152,8 +171,8 @@ def as_fields(arguments: Mapping[str, Any]) -> dict[type, dict[str, Any]]:
         text = str(given).lower() if isinstance(given, bool) else str(given)
         if (value := rows[name].read(text)) is None:
             continue
-        setting = SETTINGS[rows[name].here]
-        if setting.owner is None or setting.owner.__name__ not in _ENGINE:
+        setting = known.get(rows[name].here)
+        if setting is None:
             raise SettingsError(f"{name} is a setting of servers; use tokenmill serve")
         fields = found.setdefault(setting.owner, {})
         fields[setting.field] = (
@@ -162,4 +181,4 @@ def as_fields(arguments: Mapping[str, Any]) -> dict[type, dict[str, Any]]:
     return found
 
 
-_ENGINE = ("ModelConfig", "CacheConfig", "SchedulerConfig", "ExecutionConfig", "ParallelConfig")
+_ENGINE = (MODEL, CACHE, SCHEDULER, EXECUTION, PARALLEL)

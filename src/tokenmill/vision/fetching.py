@@ -53,7 +53,7 @@ async def fetch(
 
             return await _follow(url, allowed, max_bytes, wait_for_room)
     except TimeoutError:
-        message = f"it did not come within {timeout_s:g} s (--image-timeout)"
+        message = f"it did not come within {timeout_s:g} s"
         raise ImageError(message) from None
     except OSError as error:
         raise ImageError(f"it cannot be fetched: {error.strerror or error}") from None
@@ -179,5 +179,4 @@ class _Download(HttpConnection):
 
 def too_large(max_bytes: int) -> LargeImageError:
     """The error of a file over the limit."""
-    remedy = "start the server with a larger --max-image-size"
-    return LargeImageError(f"it is larger than {max_bytes} bytes", remedy)
+    return LargeImageError(f"it is larger than {max_bytes} bytes")

@@ -20,10 +20,7 @@ def checked_size(data: bytes, max_area: int) -> Size:
     if not width or not height:
         raise ImageError("it has no pixels")
     if width * height > max_area:
-        raise LargeImageError(
-            f"it has {width} x {height} pixels, and {max_area} are allowed",
-            "start the server with a larger --max-image-area",
-        )
+        raise LargeImageError(f"it has {width} x {height} pixels, and {max_area} are allowed")
     return size
 
 

@@ -80,8 +80,8 @@ class ImageProcessor:
         least = low if low is not None else min(self.limits.low, most)
         if least > most or most < self.factor**2:
             raise ModelLoadError(
-                f"images cannot have at least {least} (--image-min-pixels) and at most {most} "
-                f"pixels (--image-max-pixels): they have at least {self.factor**2}"
+                f"images cannot have at least {least} and at most {most} "
+                f"pixels: they have at least {self.factor**2}"
             )
         return replace(self, limits=PixelLimits(least, most))
 

@@ -13,16 +13,16 @@ from bench.sample_runs import page_data
 from bench.scripted_server import NUM_TOKENS, ScriptedServer
 from tokenmill.__main__ import run
 from tokenmill.bench.client.datasets import Prompts, PromptTurn, Shuffled
-from tokenmill.bench.commands.campaign import Campaign
+from tokenmill.bench.commands.campaign import PANELS, Campaign
 from tokenmill.bench.mlperf.endpoints_submission import (
     TEMPLATE,
     read_disclosure,
     required_values,
     to_yaml,
 )
+from tokenmill.bench.options import EndpointConfig
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.bench_config import EndpointConfig
-from tokenmill.settings import Settings
+from tokenmill.settings import Settings, defaults_of
 
 pytestmark = pytest.mark.usefixtures("clean_folder")
 
@@ -120,7 +120,9 @@ def check_files(root: Path, points: list[dict[str, Any]]) -> None:
 
 def test_without_quick_the_rules_hold(server: ScriptedServer, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    settings = Settings({"url": server.url, "model": "ok", "prompts": "p.jsonl"})
+    settings = Settings(
+        {"url": server.url, "model": "ok", "prompts": "p.jsonl"}, defaults_of(*PANELS.values())
+    )
     campaign = Campaign(settings, settings.build(EndpointConfig))
     loads: list[Any] = []
 

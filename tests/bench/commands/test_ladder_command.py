@@ -25,9 +25,8 @@ from tokenmill.bench.commands.ladder import (
 from tokenmill.bench.report.page import render
 from tokenmill.bench.report.table_pages import check_page, ladder_page
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
-from tokenmill.settings import SETTINGS, read_value
+from tokenmill.settings import CACHE, EXECUTION, MODEL, by_key, read_value
 
 GPU, CPU = {"cuda", "compiled", "fp8"}, {"cpu", "compiled"}
 BY_KEY = {rung.key: rung for rung in RUNGS}
@@ -67,11 +66,11 @@ def test_a_draft_is_given_to_the_rung_that_drafts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_rung_sets_settings_that_exist() -> None:
+    known = by_key(MODEL, CACHE, EXECUTION)
     for rung in RUNGS:
         assert not rung.needs or rung.needs in NEEDS
         for key, value in rung.settings.items():
-            assert read_value(SETTINGS[key], value, key) == value
-            assert SETTINGS[key].owner in (ModelConfig, CacheConfig, ExecutionConfig)
+            assert read_value(known[key], value, key) == value
             assert key in CHANGED
 
 

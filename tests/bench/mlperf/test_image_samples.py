@@ -10,6 +10,7 @@ import pytest
 
 import tokenmill.bench
 from tokenmill.bench.commands import mlperf
+from tokenmill.bench.commands.mlperf import PANELS
 from tokenmill.bench.mlperf.accuracy import category_f1
 from tokenmill.bench.mlperf.presets import QWEN3_VL
 from tokenmill.bench.mlperf.runs import MlperfRun
@@ -18,7 +19,9 @@ from tokenmill.bench.workload import BenchError
 from tokenmill.core.specs.vision import image_problem
 from tokenmill.core.types import Request
 from tokenmill.models import spec_of
-from tokenmill.settings import Settings, SettingsError
+from tokenmill.settings import Settings, SettingsError, defaults_of
+
+TABLE = defaults_of(*PANELS.values())
 
 SHAPE = Path(tokenmill.bench.__path__[0]) / "shapes" / "qwen3-vl-235b-a22b.json"
 RUN = MlperfRun(QWEN3_VL, "Offline", 1.0)
@@ -84,4 +87,4 @@ def test_categories_count_level_by_level() -> None:
 )
 def test_what_does_not_run_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        mlperf.run_of(Settings({"benchmark": "qwen3-vl-235b", "quick": True} | given))
+        mlperf.run_of(Settings({"benchmark": "qwen3-vl-235b", "quick": True} | given, TABLE))

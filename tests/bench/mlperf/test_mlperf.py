@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.mlperf.known_latencies import about, drive, near, report_of
-from tokenmill.bench.commands.mlperf import run_of
+from tokenmill.bench.commands.mlperf import PANELS, run_of
 from tokenmill.bench.mlperf import runs as mlperf
 from tokenmill.bench.mlperf import under_test
 from tokenmill.bench.mlperf.presets import BENCHMARKS, PRESETS, ROUNDS, Preset
@@ -26,7 +26,9 @@ from tokenmill.bench.mlperf.samples import (
 )
 from tokenmill.bench.workload import SHIPPED, BenchError, read_lengths
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.settings import Settings, SettingsError, by_key, defaults_of
+
+TABLE = by_key(*PANELS.values())
 
 NUM_TOKENS = 5
 LIMITS = """
@@ -122,15 +124,15 @@ def test_limits_are_those_of_loadgen(preset: Preset, scenario: str) -> None:
 
 
 def test_presets_are_offered_and_have_lengths() -> None:
-    assert SETTINGS["benchmark"].kind.choices == tuple(BENCHMARKS)
-    assert SETTINGS["scenario"].kind.choices == mlperf.SCENARIOS
+    assert TABLE["benchmark"].kind.choices == tuple(BENCHMARKS)
+    assert TABLE["scenario"].kind.choices == mlperf.SCENARIOS
     for preset in PRESETS.values():
         rows = read_lengths(SHIPPED / f"{preset.name}.csv", preset.output_len)
         assert len(rows) == preset.num_samples
 
 
 def test_rounds_differ_in_seeds_benchmarks_and_gates() -> None:
-    assert SETTINGS["round"].kind.choices == tuple(ROUNDS)
+    assert TABLE["round"].kind.choices == tuple(ROUNDS)
     seeds = [set(each.seeds.values()) for each in ROUNDS.values()]
     assert not seeds[0] & seeds[1]
     assert PRESETS["llama3.1-8b"].of_round("v6.1") == PRESETS["llama3.1-8b"]
@@ -168,15 +170,21 @@ def test_a_run_has_the_seeds_of_its_round(tmp_path: Path) -> None:
 )
 def test_what_a_round_does_not_have_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        run_of(Settings(given))
+        run_of(Settings(given, defaults_of(*PANELS.values())))
 
 
 def test_drafts_are_accepted_where_the_round_has_them() -> None:
     closed = {"mtp": 3, "division": "closed", "scenario": "Interactive"}
-    assert run_of(Settings(closed | {"benchmark": "deepseek-r1"})).round == "v6.0"
+    assert (
+        run_of(Settings(closed | {"benchmark": "deepseek-r1"}, defaults_of(*PANELS.values()))).round
+        == "v6.0"
+    )
     newer = closed | {"benchmark": "gpt-oss-120b", "round": "v6.1"}
-    assert run_of(Settings(newer)).round == "v6.1"
-    assert run_of(Settings({"mtp": 3, "division": "open"})).preset.name == "llama3.1-8b"
+    assert run_of(Settings(newer, defaults_of(*PANELS.values()))).round == "v6.1"
+    assert (
+        run_of(Settings({"mtp": 3, "division": "open"}, defaults_of(*PANELS.values()))).preset.name
+        == "llama3.1-8b"
+    )
 
 
 def run_with(benchmark: str = "llama3.1-8b", **options: Any) -> mlperf.MlperfRun:

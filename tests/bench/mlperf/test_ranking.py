@@ -11,7 +11,7 @@ import pytest
 from examples import rank_train
 from light_processes import light_processes
 from tokenmill.__main__ import run
-from tokenmill.bench.commands.mlperf import run_of
+from tokenmill.bench.commands.mlperf import PANELS, run_of
 from tokenmill.bench.mlperf import loadgen_tests, ranking, runs
 from tokenmill.bench.mlperf.presets import DLRM_V3
 from tokenmill.bench.results.mlperf_reports import GateReport
@@ -20,7 +20,9 @@ from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import load_model
-from tokenmill.settings import Settings
+from tokenmill.settings import Settings, defaults_of
+
+TABLE = defaults_of(*PANELS.values())
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def test_accuracy_run_has_the_models_own_metrics(
     monkeypatch.setattr(loadgen_tests, "SPAWN", light_processes())
     values = {"benchmark": "dlrm-v3", "test-mode": "accuracy", "quick": True, "quick-samples": 8}
     values |= {"model": str(folder / "model"), "dataset": str(folder / "requests.jsonl")}
-    settings = Settings(values)
+    settings = Settings(values, TABLE)
     logs = tmp_path / "logs"
     report = loadgen_tests.run_in_process(settings, run_of(settings), "accuracy", logs).report
     model = load_model(folder / "model")
@@ -64,7 +66,10 @@ def test_a_warm_up_that_fails_ends_the_run(
     values |= {"submission-dir": str(tmp_path), "dataset": str(folder / "requests.jsonl")}
     with pytest.raises(BenchError, match=r"warm-up was not answered: .*no tile fits"):
         ranking.EngineRanking(
-            Settings(values), runs.MlperfRun(DLRM_V3, "Offline", 1.0, 8), "performance", tmp_path
+            Settings(values, TABLE),
+            runs.MlperfRun(DLRM_V3, "Offline", 1.0, 8),
+            "performance",
+            tmp_path,
         )
 
 

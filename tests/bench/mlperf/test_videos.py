@@ -13,6 +13,7 @@ import pytest
 from light_processes import light_processes
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import mlperf
+from tokenmill.bench.commands.mlperf import PANELS
 from tokenmill.bench.mlperf import loadgen_tests, runs, submission, video
 from tokenmill.bench.mlperf.compliance import verify_same_sample
 from tokenmill.bench.mlperf.loadgen import ACCURACY, audit_config
@@ -22,9 +23,11 @@ from tokenmill.core.config import ModelConfig
 from tokenmill.core.types import Request
 from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams, byte_token_ids
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
-from tokenmill.settings import Settings
+from tokenmill.settings import Settings, defaults_of
 from tokenmill.video.pipeline import load_pipeline
 from tokenmill.video.video_engine import VideoEngine
+
+TABLE = defaults_of(*PANELS.values())
 
 BENCHMARK = ("bench", "mlperf", "--benchmark", WAN.name)
 URL = "http://127.0.0.1:1/v1"
@@ -90,7 +93,7 @@ def expected_pixels() -> str:
 
 
 def run_of(**values: Any) -> runs.MlperfRun:
-    return mlperf.run_of(Settings({"benchmark": WAN.name, **values}))
+    return mlperf.run_of(Settings({"benchmark": WAN.name, **values}, TABLE))
 
 
 def report_of(scenario: str, **values: Any) -> Any:
@@ -123,7 +126,7 @@ def test_both_rounds_have_the_benchmark(round_name: str) -> None:
 
 
 def test_synthetic_prompts_are_as_many_as_the_benchmarks_and_all_have_its_settings() -> None:
-    prompts = video.load_prompts(Settings({}), run_of(), "performance")
+    prompts = video.load_prompts(Settings({}, TABLE), run_of(), "performance")
     requests = video.make_requests(prompts, random_wan("wan2.2-t2v-a14b"), VideoParams())
     assert len({tuple(request.prompt_token_ids) for request in requests}) == 248
     assert len(set(video.file_names(prompts))) == 248
@@ -189,10 +192,10 @@ def test_what_the_benchmark_does_not_have_is_refused(
 
 def test_the_full_size_is_not_begun_on_a_cpu() -> None:
     with pytest.raises(BenchError, match="takes days on a CPU: add --quick"):
-        video.job_of(Settings({"device": "cpu"}))
-    config, params = video.job_of(Settings({"device": "cpu", "quick": True}))
+        video.job_of(Settings({"device": "cpu"}, TABLE))
+    config, params = video.job_of(Settings({"device": "cpu", "quick": True}, TABLE))
     assert (config.model, config.random_weights, params.num_steps) == ("wan-tiny", True, 4)
-    given = Settings({"device": "cpu", "quick": True, "steps": 3})
+    given = Settings({"device": "cpu", "quick": True, "steps": 3}, TABLE)
     assert video.job_of(given)[1].num_steps == 3
 
 

@@ -70,7 +70,7 @@ class BodyMemory:
     def _no_room(self, account: str) -> ApiError:
         held, most = self.share.held(account), self.share.capacity
         whose = f"of this key hold {held}" if held else "of other keys hold most"
-        message = f"long bodies {whose} of {most} bytes (--max-body-memory); try again when some "
+        message = f"long bodies {whose} of {most} bytes; try again when some "
         return ApiError(429 if held else 503, message + "have been read", code="max_body_memory")
 
 
@@ -111,8 +111,8 @@ class BodyRoom:
                     yield
         except TimeoutError:
             self.release()
-            message = "the body came too slowly while others waited for its room "
-            raise ApiError(408, message + "(--max-body-memory)", code="request_timeout") from None
+            message = "the body came too slowly while others waited for its room"
+            raise ApiError(408, message, code="request_timeout") from None
 
     def end_if_slow(self, now_s: float) -> None:
         """Take back the room of a body whose client sends too slowly."""

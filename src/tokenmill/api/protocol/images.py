@@ -45,7 +45,7 @@ def wanted_images(
         return []
     if len(found) > loader.config.max_images:
         most = loader.config.max_images
-        message = f"the call has {len(found)} images; {most} are allowed (--max-images)"
+        message = f"the call has {len(found)} images; {most} are allowed"
         raise InvalidRequestError(f"messages: {message}", "messages")
     return [_wanted(part, path, bounds, loader.processor) for part, path in found]
 
@@ -145,7 +145,7 @@ async def load_images(
 def _reason(error: ImageError) -> str:
     """Why an image is not taken, in the words of a server's callers."""
     if isinstance(error, LargeImageError):
-        return f"{error}; send a smaller one, or {error.remedy}"
+        return f"{error}; send a smaller one" + (f", or {error.remedy}" if error.remedy else "")
     return str(error)
 
 

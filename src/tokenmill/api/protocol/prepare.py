@@ -170,9 +170,7 @@ class Preparer:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         sampling = self._sampling(
             call,
-            max_tokens=self._max_tokens(
-                len(plan.prompt.token_ids), wanted, self._config.default_max_tokens, "messages"
-            ),
+            max_tokens=self._max_tokens(len(plan.prompt.token_ids), wanted, None, "messages"),
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
             prompt_logprobs=_prompt_logprobs(call),
             structured=plan.structured,
@@ -271,10 +269,9 @@ class Preparer:
             for prompt in given
         ]
         self._check_placeholders(prompts)
-        default = self._config.default_max_tokens or COMPLETION_MAX_TOKENS
         # An echo without new tokens still runs one step for the prompt's logprobs.
         wanted = max(call.max_tokens, 1) if call.max_tokens is not None else None
-        structured = structured_output(call)
+        structured, default = structured_output(call), COMPLETION_MAX_TOKENS
         limits = [self._max_tokens(len(p.token_ids), wanted, default, "prompt") for p in prompts]
         by_limit = {  # mostly one: to check its fields takes longer than a short prompt
             limit: self._sampling(
@@ -329,7 +326,6 @@ class Preparer:
             (MAX_CHOICES, "a fixed limit"),
             (config.max_concurrency, "--max-concurrency"),
             (config.max_concurrency_per_key, "--max-concurrency-per-key"),
-            (config.max_pending, "--max-pending"),
             (self._facts.max_waiting, "--max-queue"),
         )
         return [(limit, name) for limit, name in limits if limit is not None]

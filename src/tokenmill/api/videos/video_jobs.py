@@ -138,7 +138,7 @@ class VideoJobs:
         """Take a job; 429 where as many as may be have not ended, 404 for one deleted meanwhile."""
         if not self._is_open:
             raise _shutting_down()
-        _check_room(len(self._live), self._limit, "max-video-jobs", "queue_full")
+        _check_room(len(self._live), self._limit, "", "queue_full")
         if (limit := self._limit_per_owner) is not None:
             own = sum(live.owner == record.owner for live in self._live.values())
             _check_room(own, limit, "max-concurrency-per-key", "max_concurrency_per_key")
@@ -259,7 +259,8 @@ class VideoJobs:
 def _check_room(count: int, limit: int, flag: str, code: str) -> None:
     if count >= limit:
         whose = " of this key" if "key" in flag else ""
-        message = f"{count} videos{whose} wait or are being made; the limit is {limit} (--{flag})"
+        message = f"{count} videos{whose} wait or are being made; the limit is {limit}"
+        message += f" (--{flag})" if flag else ""
         raise ApiError(429, f"{message}; try again when some have ended", code=code)
 
 

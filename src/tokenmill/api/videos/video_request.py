@@ -166,13 +166,13 @@ class VideoPreparer:
         asked = f"{params.num_frames} frames of {width}x{height}"
         most = max(1, limit * 10**6 // (width * height))
         message = f"{name}: {asked} are too large; this server makes {limit} million pixels at most"
-        message += f" (--max-video-megapixels), {most} frames of this size"
+        message += f", {most} frames of this size"
         raise ApiError(400, message, name, "invalid_value")
 
     def _latent(self, text: str) -> str:
         """A file below the folder that the server lets calls name."""
         if self.config.latent_dir is None:
-            message = "latent_path: this server reads no files; it needs --latent-dir"
+            message = "latent_path: files lie in the folder latents of --video-dir"
             raise ApiError(400, message, "latent_path", "unsupported_value")
         folder = Path(self.config.latent_dir).expanduser().resolve()
         try:
@@ -181,7 +181,7 @@ class VideoPreparer:
         except (OSError, ValueError, RuntimeError):  # too long, a null byte, links in a ring
             is_there = False
         if not is_there:
-            message = f"latent_path: there is no file {text[:200]!r} in the server's --latent-dir"
+            message = f"latent_path: there is no file {text[:200]!r} in the folder latents"
             raise ApiError(400, message, "latent_path", "invalid_value")
         return str(path)
 

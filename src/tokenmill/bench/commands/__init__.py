@@ -5,13 +5,13 @@ Each module declares its command in COMMANDS, and both command lines find it the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from tokenmill.settings import Setting
+from tokenmill.settings import Panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class BenchCommand:
 
     name: str
     run: Callable[..., None]
-    panels: Mapping[str, Iterable[Setting]]  # help headings, and the settings below each
+    panels: Mapping[str, Panel]  # help headings, and the settings below each
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hidden: bool = False  # a process that another command starts
 

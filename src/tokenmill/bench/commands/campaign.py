@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill import __version__, console
 from tokenmill.bench.commands import BenchCommand, endpoint
-from tokenmill.bench.commands.endpoint import EndpointBench, here
+from tokenmill.bench.commands.endpoint import EndpointBench
 from tokenmill.bench.endpoint_load import make_dataset
 from tokenmill.bench.endpoint_saturation import print_saturation, search_saturation
 from tokenmill.bench.mlperf.regions import (
@@ -20,6 +20,7 @@ from tokenmill.bench.mlperf.regions import (
     official_metrics,
     pareto_front,
 )
+from tokenmill.bench.options import CampaignOptions, EndpointConfig
 from tokenmill.bench.results.reports import (
     EndpointReport,
     PointReport,
@@ -27,9 +28,7 @@ from tokenmill.bench.results.reports import (
     SubmissionReport,
 )
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.bench_config import EndpointConfig
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import CAMPAIGN
+from tokenmill.settings import Settings, SettingsError, only, without
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.datasets import Dataset
@@ -39,31 +38,13 @@ QUICK_S = 5.0  # of a point up to 32 users; twice as much above
 SEARCH_S = 30.0  # of a point of the search for C_max
 # The rules: streamed single requests.
 _DROPPED = ("stream", "trace", "trace-speed", "trace-block-tokens", "turns")
-_IGNORE_EOS = here("ignore-eos", "Ask for answers of full length; on by default without --prompts.")
-
-
-def _applies(setting: Setting) -> bool:
-    return setting.key not in _DROPPED
-
-
 _RUN_AS = frozenset(("timeout_s", "warmup_requests", "prompts", "shared_prefix", "tokenizer"))
 PANELS = {
-    "Campaign": (
-        here("max-concurrency", "C_max, the most users; without it a search finds it."),
-        *CAMPAIGN,
-        here("quick", "Seconds instead of ten or twenty minutes: not a valid submission."),
-        here(
-            "duration",
-            "Seconds of a quick point (5); twice as long above 32 users.",
-        ),
-        here("submission-dir", "Folder for the files that endpoints-submission-cli checks."),
-    ),
+    "Campaign": CampaignOptions,
     **{
-        name: tuple(_IGNORE_EOS if s.key == "ignore-eos" else s for s in group if _applies(s))
-        for name, group in endpoint.PANELS.items()
-        if name != "Load"
+        name: without(group, *_DROPPED) for name, group in endpoint.PANELS.items() if name != "Load"
     },
-    "Load": tuple(SETTINGS[key] for key in ("warmup-requests", "slo-percentile")),
+    "Load": only(EndpointConfig, "warmup-requests", "slo-percentile"),
 }
 
 
@@ -128,7 +109,7 @@ class Campaign:
     def __init__(self, settings: Settings, config: EndpointConfig) -> None:
         self._is_synthetic = config.prompts is None
         # Synthetic answers have the length asked for, those of a dataset their own.
-        settings = Settings({"ignore-eos": self._is_synthetic} | settings.values)
+        settings = {"ignore-eos": self._is_synthetic} | settings
         self._settings, self._config = settings, config
         self._quick = bool(settings.get("quick"))
         self._disclosure = self._read_disclosure()

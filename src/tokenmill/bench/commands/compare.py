@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,30 +10,17 @@ import typer
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.options import CompareOptions
 from tokenmill.bench.workload import BenchError
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import COMPARE
+from tokenmill.settings import Settings, SettingsError
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
     from tokenmill.bench.results.result import ToolResult
 
 
-def _several(key: str, kind_of: str, help: str) -> Setting:
-    """A setting that takes one number for all rounds, or one for each round."""
-    kind = SETTINGS[kind_of].kind
-    return replace(SETTINGS[key], kind=kind, help=help, owner=None, default=None)
-
-
-ROUNDS = (
-    _several("gpus", "concurrency", "GPUs of each round; by default what its result says."),
-    _several(
-        "price-per-gpu-hour",
-        "rate",
-        "Dollars per GPU and hour of each round; by default what its result says.",
-    ),
-)
-PANELS = {"Comparison": (*ROUNDS, *COMPARE, SETTINGS["json"])}
+PANELS = {"Comparison": (CompareOptions, JsonOption)}
 SHOWN = 60  # characters of a changed setting
 # Of a sweep only these are printed; the JSON line and the page have all.
 SHORT = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
@@ -27,20 +27,18 @@ from tokenmill.bench.endpoint_saturation import (
     print_saturation,
     search_saturation,
 )
+from tokenmill.bench.options import (
+    AnswerOptions,
+    EndpointConfig,
+    PromptOptions,
+    SyntheticOptions,
+    UrlOptions,
+)
 from tokenmill.bench.results.reports import OCCURRENCES, EndpointReport, PointReport, PromptsReport
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.bench_config import EndpointConfig
-from tokenmill.core.flags import count
-from tokenmill.settings import (
-    ENDPOINT_DATA,
-    ENDPOINT_LOAD,
-    ENDPOINT_REPORT,
-    ENDPOINT_REQUESTS,
-    SETTINGS,
-    Setting,
-    Settings,
-    SettingsError,
-)
+from tokenmill.core.types import SamplingParams
+from tokenmill.settings import Panel, Setting, Settings, SettingsError, only, settings_of
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import ClientLoad
@@ -48,37 +46,23 @@ if TYPE_CHECKING:
     from tokenmill.bench.client.load_run import Run
 
 
-def here(key: str, help: str) -> Setting:
-    """A setting of another command, with a help text for this one and no default."""
-    return replace(SETTINGS[key], help=help, owner=None, default=None)
+_KEYS = [setting.key for setting in settings_of(EndpointConfig)]
 
 
-SEED = replace(
-    here("seed", "Seed of arrivals and prompts; drawn for each run and recorded if not given."),
-    kind=count(0),
-)
-PANELS = {
+def _between(first: str, last: str) -> tuple[Setting, ...]:
+    return settings_of(EndpointConfig)[_KEYS.index(first) : _KEYS.index(last) + 1]
+
+
+PANELS: dict[str, Panel] = {
     "Endpoint": (
-        here("url", "Base URL, such as http://127.0.0.1:8000/v1."),
-        here("model", "Model name to send; by default the first that the server lists."),
-        here("api-key", "Key to send."),
-        *ENDPOINT_REQUESTS,
-        here(
-            "ignore-eos",
-            "Ask for answers of full length (on; some servers lack it).",
-        ),
-        here("temperature", "Sampling temperature; only sent if it is given."),
+        UrlOptions,
+        *_between("api", "extra-body"),
+        AnswerOptions,
+        *only(SamplingParams, "temperature"),
     ),
-    "Load": ENDPOINT_LOAD,
-    "Data": (
-        here("lengths", "CSV of lengths, a name of this package, or uniform:100-1024."),
-        here("input-len", "Prompt tokens (128) without the chat template's: short words."),
-        here("output-len", "Output tokens (64, or what the data say)."),
-        *ENDPOINT_DATA,
-        SETTINGS["trace-block-tokens"],
-        SEED,
-    ),
-    "Report": (*ENDPOINT_REPORT, SETTINGS["json"]),
+    "Load": _between("concurrency", "slo-percentile"),
+    "Data": (SyntheticOptions, *_between("prompts", "tokenizer"), PromptOptions),
+    "Report": (*_between("goodput", "output-dir"), JsonOption),
 }
 CLASHES = (
     ("rate", "concurrency"),
@@ -410,7 +394,7 @@ def other_settings(settings: Settings, config: EndpointConfig) -> dict[str, Any]
     held: dict[str, Any] = {"ignore-eos": True}
     if not (config.prompts or config.trace or "lengths" in settings):
         held |= {"input-len": INPUT_LEN, "output-len": OUTPUT_LEN}
-    given = {k: v for k, v in settings.values.items() if SETTINGS[k].owner is not EndpointConfig}
+    given = {k: v for k, v in settings.values.items() if k not in _KEYS}
     return held | {key: value for key, value in given.items() if key != "json"}
 
 

@@ -12,6 +12,7 @@ from tokenmill import console
 from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
+from tokenmill.bench.options import BenchConfig, GpuPrice, LadderOptions
 from tokenmill.bench.results.reports import (
     CellReport,
     LadderReport,
@@ -19,11 +20,9 @@ from tokenmill.bench.results.reports import (
     ThroughputReport,
 )
 from tokenmill.bench.workload import BenchError, make_cells
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
-from tokenmill.settings import Settings
-from tokenmill.settings.commands import LADDER
+from tokenmill.settings import Settings, by_key, without
 
 Values = dict[str, Any]  # settings by their keys
 
@@ -143,11 +142,8 @@ def _add_figures(
 
 
 NOT_OFFERED = CHANGED | {"cell"}
-BENCHMARK = {
-    panel: tuple(s for s in group if s.key not in NOT_OFFERED)
-    for panel, group in throughput.PANELS.items()
-}
-PANELS = {"Ladder": LADDER, **BENCHMARK}
+BENCHMARK = {panel: without(group, *NOT_OFFERED) for panel, group in throughput.PANELS.items()}
+PANELS = {"Ladder": (LadderOptions, GpuPrice), **BENCHMARK}
 
 
 def ladder(settings: Settings) -> None:
@@ -237,8 +233,8 @@ def _attempt(
 def _command(values: Values) -> list[str]:
     """The throughput benchmark of one cell with these settings."""
     cells = {} if "lengths" in values else {"cell": ("batch",)}
-    offered = [setting for group in throughput.PANELS.values() for setting in group]
-    flags = Settings(values | cells).flags(offered)
+    offered = by_key(*throughput.PANELS.values())
+    flags = Settings(values | cells).flags(offered.values())
     return [sys.executable, "-P", "-m", "tokenmill", "bench", "throughput", *flags]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.bench.commands import BenchCommand, endpoint, throughput
+from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.endpoint_load import make_target
 from tokenmill.bench.mlperf.presets import (
     BENCHMARKS,
@@ -21,64 +21,52 @@ from tokenmill.bench.mlperf.presets import (
     TaskName,
 )
 from tokenmill.bench.mlperf.runs import LATENCY_BOUND, SCENARIOS, MlperfRun
+from tokenmill.bench.options import EndpointConfig, GpuPrice, MlperfOptions, MlperfServer
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.bench_config import EndpointConfig
 from tokenmill.core.config import ModelConfig
+from tokenmill.core.video import VideoParams
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
     MODEL,
     SCHEDULER,
-    SETTINGS,
     VIDEO_PARALLEL,
+    Panel,
     Setting,
     Settings,
     SettingsError,
-    video_model,
+    by_key,
+    only,
+    settings_in,
+    settings_of,
+    without,
 )
-from tokenmill.settings.commands import MLPERF, RANK, RANK_TABLES
+from tokenmill.settings.shared import JsonOption, RankBatches, RankTables, VideoModel
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.mlperf_reports import MlperfReport
 
-SERVER = (
-    endpoint.here(
-        "url",
-        "An OpenAI-compatible server as the system under test; for dlrm-v3 `serve --task rank`, "
-        "for wan-2.2 `serve --task video`.",
-    ),
-    endpoint.here("api-key", "Key to send."),
-    endpoint.here("api", "Route to call (completions); chat gets texts, not token ids."),
-    endpoint.here("tokenizer", "Model whose tokenizer the server has: datasets go as token ids."),
-    endpoint.here(
-        "ignore-eos",
-        "Ask for answers of full length (on; some servers lack it).",
-    ),
-    SETTINGS["timeout"],
-    SETTINGS["insecure"],
-    SETTINGS["extra-body"],
-    SETTINGS["max-in-flight"],
-)
+SERVER = settings_of(MlperfServer)
 VIDEO_SHAPE = ("size", "frames", "steps")  # what a quick run may have smaller
 VIDEO_ENGINE = (*INEXACT_VIDEOS, "attention-dtype", "offload", *(s.key for s in VIDEO_PARALLEL))
 OF_VIDEO = (*VIDEO_SHAPE, "latent", *INEXACT_VIDEOS, "attention-dtype", "offload", "gpu-price")
 OWN: dict[TaskName, tuple[Setting, ...]] = {  # settings of one task alone
-    "ranking": (*RANK, *RANK_TABLES),
-    "video": (*(SETTINGS[key] for key in OF_VIDEO), *VIDEO_PARALLEL),
+    "ranking": settings_in((RankBatches, RankTables)),
+    "video": (*only((VideoParams, VideoModel, GpuPrice), *OF_VIDEO), *VIDEO_PARALLEL),
 }
-PANELS = {
-    "MLPerf": (*(s for s in MLPERF if s.key != "max-in-flight"), SETTINGS["json"]),
+PANELS: dict[str, Panel] = {
+    "MLPerf": (MlperfOptions, JsonOption),
     "Server (--url)": SERVER,
     "Model": MODEL,
-    "KV cache": tuple(s for s in CACHE if s.key != "prefix-cache"),  # the rules forbid it
+    "KV cache": without(CACHE, "prefix-cache"),  # the rules forbid it
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,
     "Ranking (--benchmark dlrm-v3)": OWN["ranking"],
     "Video (--benchmark wan-2.2-t2v-a14b)": OWN["video"],
 }
-OFFERED = tuple(setting for group in PANELS.values() for setting in group)
-SHOWN = tuple(setting for setting in OFFERED if setting.key != "api-key")  # a key is no argument
-ENGINE = tuple(s.key for group in (MODEL, CACHE, SCHEDULER, EXECUTION) for s in group)
+OFFERED = tuple(by_key(*PANELS.values()).values())
+SHOWN = without(OFFERED, "api-key")  # a key is no argument
+ENGINE = tuple(by_key(MODEL, CACHE, SCHEDULER, EXECUTION))
 REMOTE = ("model", "max-model-len")  # what of an engine's settings a server has too
 NO_AUDIT = "its audit, TEST08, needs the queries of MLCommons' dataset in the order of their time"
 NO_FOLDER = "a submission needs TEST08, which is not there"
@@ -119,7 +107,7 @@ RULES: dict[TaskName, TaskRules] = {
     "video": TaskRules(
         scenarios=("Offline", "SingleStream"),
         modes=("performance", "accuracy", "submission", "TEST04"),
-        engine=tuple(setting.key for setting in video_model()),
+        engine=tuple(setting.key for setting in settings_of(VideoModel)),
         of_engine=VIDEO_ENGINE,
         refused=dict.fromkeys(
             ("length-scale", "compliance-dataset", "api", "tokenizer", "ignore-eos", "extra-body"),
@@ -160,7 +148,7 @@ def mlperf(settings: Settings) -> None:
     load_library()
     resolved, kept, started_at = settings, True, utc_now()
     if run.preset.task != "video":  # its default depends on the device, which the test sees
-        resolved = Settings(settings.values | {"model": _model(settings, run.preset.task)})
+        resolved = settings | {"model": _model(settings, run.preset.task)}
     with tempfile.TemporaryDirectory(prefix="mlperf-", ignore_cleanup_errors=True) as scratch:
         results = tests.run_tests(resolved, run, Path(scratch))
         report = tests.joined(settings.get("test-mode"), results)
@@ -265,7 +253,7 @@ def _check_task(settings: Settings, task: TaskName, rules: TaskRules) -> None:
 def _check_video(settings: Settings) -> None:
     """The rules' videos, unless the run is quick, and exact ones in the closed division."""
     for key in VIDEO_SHAPE:
-        if not settings.get("quick") and settings.get(key) != SETTINGS[key].default:
+        if not settings.get("quick") and settings.get(key) != settings.defaults[key]:
             raise SettingsError(f"--{key} other than MLPerf's is for a quick run: add --quick")
     for key in INEXACT_VIDEOS:
         if settings.get(key) and settings.get("division") == "closed":
@@ -342,7 +330,7 @@ def _configuration(settings: Settings, report: MlperfReport) -> dict[str, Any]:
     """The settings that the run had; those of an engine say nothing of a server, and vice versa."""
     if not settings.get("url"):
         return {s.key: settings.get(s.key) for s in OFFERED if s not in SERVER}
-    kept = (*PANELS["MLPerf"], *SERVER, *(SETTINGS[key] for key in REMOTE))
+    kept = settings_in((MlperfOptions, JsonOption, MlperfServer, *only(MODEL, *REMOTE)))
     given = {setting.key: settings.get(setting.key) for setting in kept}
     return given | {"model": report.model, "api": report.api}
 

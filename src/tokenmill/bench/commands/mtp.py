@@ -18,25 +18,26 @@ from typing import Any
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.commands.throughput import model_path
+from tokenmill.bench.options import BenchConfig, MtpOptions
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.metrics import Acceptance, acceptance
 from tokenmill.core.types import Engine, Request, SamplingParams
-from tokenmill.settings import CACHE, EXECUTION, MODEL, SETTINGS, Settings
-from tokenmill.settings.commands import MTP
+from tokenmill.settings import CACHE, EXECUTION, MODEL, Settings, only, without
+from tokenmill.settings.shared import JsonOption
 
 DEPTHS = (1, 2, 3)
 DEFAULT_TOKENS = 128
-OURS = ("mtp", "mtp-adaptive", "prefix-cache")  # what the benchmark itself decides
+OURS = ("mtp", "prefix-cache")  # what the benchmark itself decides
 PANELS = {
     "Benchmark": (
-        *MTP,
-        *(SETTINGS[key] for key in ("num-prompts", "output-len", "rounds", "json")),
+        MtpOptions,
+        *only(BenchConfig, "num-prompts", "output-len", "rounds"),
+        JsonOption,
     ),
     "Model": MODEL,
-    "KV cache": tuple(s for s in CACHE if s.key not in OURS),
-    "Execution": tuple(s for s in EXECUTION if s.key not in OURS),
+    "KV cache": without(CACHE, *OURS),
+    "Execution": without(EXECUTION, *OURS),
 }
 PROMPTS = Path(__file__).parent.parent / "prompts"
 Prompts = Sequence[list[int]]

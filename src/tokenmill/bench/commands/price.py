@@ -6,16 +6,13 @@ from typing import Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.bench.commands.endpoint import here
+from tokenmill.bench.options import PriceOptions
 from tokenmill.core.metrics import usd_per_million_tokens
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
+from tokenmill.settings import Setting, Settings, SettingsError, settings_of
+from tokenmill.settings.shared import JsonOption
 
-FIGURES = (
-    here("tok-s", "Output tokens per second of all GPUs together."),
-    here("gpus", "GPUs that give them."),
-    here("price-per-gpu-hour", "Dollars per GPU and hour."),
-)
-PANELS = {"Price": (*FIGURES, SETTINGS["json"])}
+FIGURES = settings_of(PriceOptions)
+PANELS = {"Price": (PriceOptions, JsonOption)}
 
 
 def price(settings: Settings) -> None:

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.options import PublishedOptions
 from tokenmill.bench.results.reports import PlacedReport, PublishedReport
-from tokenmill.core.flags import TEXT
-from tokenmill.settings import SETTINGS, Setting, Settings, SettingsError
-from tokenmill.settings.commands import PUBLISHED
+from tokenmill.settings import Settings, SettingsError
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.published_results import Ours, PublishedEntry
     from tokenmill.bench.results.result import ToolResult
 
 
-def _any(key: str, help: str) -> Setting:
-    """A setting that `bench mlperf` has for what it can run: any name of the table."""
-    return replace(SETTINGS[key], kind=TEXT, help=help, default=None)
-
-
-ROWS = (
-    _any("benchmark", "Benchmark of the table, such as deepseek-r1."),
-    _any("scenario", "Offline, Server, Interactive or SingleStream."),
-    _any("round", "Only this round, such as v6.0."),
-    _any("submitter", "Only submitters whose name has this."),
-)
-PANELS = {"Table": (*ROWS, *PUBLISHED, SETTINGS["gpus"], SETTINGS["json"])}
+PANELS = {"Table": (PublishedOptions, JsonOption)}
 FILTERS = ("round", "accelerator", "submitter")
 NUMBER_COLUMNS, SYSTEM_WIDTH = 4, 48
 NARROW_COLUMNS, NARROW_WIDTH = (0, 1, 3, 4, 6, 7), 22  # on a narrower terminal

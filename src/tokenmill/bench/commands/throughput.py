@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tokenmill import console
 from tokenmill.bench import offline as bench
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.report.throughput_report import (
     print_throughput,
     ranks_report,
@@ -18,7 +19,6 @@ from tokenmill.bench.report.throughput_report import (
 )
 from tokenmill.bench.roofline import CellSetup
 from tokenmill.bench.workload import BenchError, Cell, make_cells
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     CacheConfig,
@@ -28,22 +28,21 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.types import ModelLoadError
 from tokenmill.settings import (
-    BENCH,
     CACHE,
     EXECUTION,
     MODEL,
     PARALLEL,
     SCHEDULER,
-    SETTINGS,
     Settings,
     SettingsError,
 )
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import BuiltEngine
 
 PANELS = {
-    "Benchmark": (*BENCH, SETTINGS["json"]),
+    "Benchmark": (BenchConfig, JsonOption),
     "Model": MODEL,
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
@@ -174,7 +173,7 @@ def _cache(
 ) -> CacheConfig:
     """A workload has no use for a prefix cache; on CPU there are as many blocks as it takes."""
     cache = settings.build(CacheConfig, prefix_cache=config.lengths is None)
-    if device == "cuda" or "kv-cache-memory" in settings or "kv-cache-share" in settings:
+    if device == "cuda" or "kv-cache-memory" in settings:
         return cache
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
     return replace(cache, num_blocks=num_blocks(cells, block_size, limits.num_seqs))

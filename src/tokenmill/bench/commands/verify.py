@@ -11,9 +11,10 @@ from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.results.manifest import verify as check
 from tokenmill.bench.workload import BenchError
-from tokenmill.settings import SETTINGS, Settings
+from tokenmill.settings import Settings
+from tokenmill.settings.shared import JsonOption
 
-PANELS = {"Report": (SETTINGS["json"],)}
+PANELS = {"Report": JsonOption}
 BROKEN: tuple[Literal["changed", "missing", "extra"], ...] = ("changed", "missing", "extra")
 
 

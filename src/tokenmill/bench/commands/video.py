@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
+from tokenmill.bench.options import GpuPrice, VideoRuns
 from tokenmill.bench.roofline import BYTES, PeakRates
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.cost import usd_of
@@ -16,18 +17,17 @@ from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.types import Request
 from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams, byte_token_ids
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.settings import SETTINGS, VIDEO, VIDEO_PARALLEL, Settings, video_model
+from tokenmill.settings import VIDEO, VIDEO_PARALLEL, Settings, without
+from tokenmill.settings.shared import JsonOption, VideoModel
 
 if TYPE_CHECKING:
     from tokenmill.video.measure import VideoTimes
     from tokenmill.video.pipeline import Pipeline
 
-KEYS = ("num-videos", "measured-steps", "gpu-price", "json")
-UNUSED = {"fps", "latent"}
 PANELS = {
-    "Benchmark": tuple(SETTINGS[key] for key in KEYS),
-    "Video": tuple(setting for setting in VIDEO if setting.key not in UNUSED),
-    "Model": video_model(),
+    "Benchmark": (VideoRuns, GpuPrice, JsonOption),
+    "Video": without(VIDEO, "fps", "latent"),
+    "Model": VideoModel,
     "Parallelism": VIDEO_PARALLEL,
 }
 DEFAULTS = {"model": "wan2.2-t2v-a14b"}

@@ -39,9 +39,9 @@ from tokenmill.bench.mlperf.under_test import (
     UrlUnderTest,
 )
 from tokenmill.bench.offline import OurEngine
+from tokenmill.bench.options import BenchConfig, EndpointConfig
 from tokenmill.bench.results.mlperf_reports import Fields
 from tokenmill.bench.workload import BenchError, Cell, make_prompts
-from tokenmill.core.bench_config import BenchConfig, EndpointConfig
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.types import FinishReason, Request, RequestOutput
@@ -266,7 +266,7 @@ class UrlLanguage(LanguageTask):
         path = throughput.model_path(ModelConfig(model=name)) if name else None
         self._tokenizer = _load_tokenizer(path) if path else None
         # The samples say whether an end token ends an answer.
-        target = make_target(Settings(settings.values | {"ignore-eos": False}), config)
+        target = make_target(settings | {"ignore-eos": False}, config)
         context = settings.values.get("max-model-len") or _context(target) or UNBOUNDED
         if "dataset" in settings:
             self._dataset(context)

@@ -144,7 +144,7 @@ def execute(settings: Settings, run: MlperfRun, mode: str, folder: Path) -> Load
 
 def _load(settings: Settings, run: MlperfRun, mode: str, folder: Path) -> BenchmarkTask:
     if mode == "TEST07" and "compliance-dataset" in settings:
-        settings = Settings(settings.values | {"dataset": settings.get("compliance-dataset")})
+        settings = settings | {"dataset": settings.get("compliance-dataset")}
     for_engine, for_server = TASKS[run.preset.task]
     return (for_server if settings.get("url") else for_engine)(settings, run, mode, folder)
 

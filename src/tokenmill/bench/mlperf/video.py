@@ -39,7 +39,7 @@ from tokenmill.core.cost import usd_of
 from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
 from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.settings import SETTINGS, Settings
+from tokenmill.settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
@@ -185,11 +185,9 @@ def job_of(settings: Settings) -> tuple[ModelConfig, VideoParams]:
             f"{WAN.name} takes days on a CPU: add --quick for a tiny pipeline of random weights, "
             "or give --model"
         )
-    given = {
-        key: settings.get(key) for key in settings.values if SETTINGS[key].owner is VideoParams
-    }
-    small = replace(TINY_SHAPE, **{SETTINGS[key].field: value for key, value in given.items()})
-    return Settings(settings.values | TINY).build(ModelConfig), small
+    given = {s.field: settings.get(s.key) for s in settings_of(VideoParams) if s.key in settings}
+    small = replace(TINY_SHAPE, **given)
+    return (settings | TINY).build(ModelConfig), small
 
 
 def make_requests(

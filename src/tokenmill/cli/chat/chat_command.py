@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -12,13 +13,27 @@ from tokenmill import console
 from tokenmill.cli.chat import local_chat as local
 from tokenmill.cli.chat import remote_chat as remote
 from tokenmill.cli.chat.chat_images import ImagePrompts, image_parts
+from tokenmill.core.flags import setting
 from tokenmill.core.types import SamplingParams, TokenmillError
-from tokenmill.settings import SAMPLING, SETTINGS, Settings
+from tokenmill.settings import SAMPLING, SERVER, Settings, only
 from tokenmill.settings.options import command
 
 DEFAULTS = {"max-tokens": 1024, "temperature": 0.7}
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationOptions:
+    system: str | None = setting(None, "System prompt of the conversation.")
+    image: tuple[str, ...] = setting(
+        (),
+        "Image file, or its URL with --url, for the first message; repeatable.",
+        repeated=True,
+    )
+    url: str | None = setting(None, "Talk to a running server, such as http://127.0.0.1:8000.")
+
+
 PANELS = {
-    "Conversation": tuple(SETTINGS[key] for key in ("system", "image", "url", "api-key")),
+    "Conversation": (ConversationOptions, *only(SERVER, "api-key")),
     "Sampling": SAMPLING,
     **local.PANELS,
 }

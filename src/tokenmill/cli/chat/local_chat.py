@@ -23,20 +23,30 @@ from tokenmill.core.gpus import check_device
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import SamplingParams
-from tokenmill.settings import CACHE, EXECUTION, MODEL, PARALLEL, SCHEDULER, SETTINGS, Settings
+from tokenmill.settings import (
+    CACHE,
+    EXECUTION,
+    MODEL,
+    PARALLEL,
+    SCHEDULER,
+    SERVER,
+    Settings,
+    only,
+    without,
+)
 
 if TYPE_CHECKING:
     from tokenmill.cli.chat.chat_channels import Channels
     from tokenmill.llm import LLM
 
-LOCAL_MODEL = tuple(s for s in MODEL if s.key != "weights-seed")  # LLM() seeds no weights
+LOCAL_MODEL = without(MODEL, "weights-seed")  # LLM() seeds no weights
 COMMON = (  # flags of --help, beside those of the command itself
     *("model", "max-tokens", "temperature", "top-p", "top-k", "seed", "stop", "ignore-eos"),
     *("thinking-token-budget", "device", "dtype", "random-weights", "max-model-len"),
     *("kv-cache-memory", "num-threads", "tp", "mtp"),
 )
 PANELS = {
-    "Model": (*LOCAL_MODEL, SETTINGS["chat-template"]),
+    "Model": (*LOCAL_MODEL, *only(SERVER, "chat-template")),
     "KV cache": CACHE,
     "Scheduler": SCHEDULER,
     "Execution": EXECUTION,

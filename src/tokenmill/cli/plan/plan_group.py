@@ -10,49 +10,40 @@ import typer
 
 from tokenmill import console
 from tokenmill.cli.plan import plan_pareto, plan_predict, plan_simulate, plan_size
+from tokenmill.cli.plan.plan_options import (
+    ROUTER,
+    FrontOptions,
+    RecordOptions,
+    ReplayOptions,
+    TraceOptions,
+)
 from tokenmill.cli.plan.plan_record import replay_record
 from tokenmill.core.config import RouterConfig
-from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
-from tokenmill.settings.commands import FRONTS, REPLAY
+from tokenmill.settings import Settings, SettingsError
 from tokenmill.settings.help_page import HelpGroup
 from tokenmill.settings.options import command
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.core.mooncake import TraceRequest
     from tokenmill.plan.replay import ReplayConfig
 
-RECORD = replace(
-    SETTINGS["record"], owner=None, help="File of `serve --record`; other flags say what if."
-)
-NUM_FRONTS = replace(
-    SETTINGS["fronts"],
-    owner=None,
-    help="API processes, each with a router of its own; a request comes to any of them.",
-)
 WHAT_IF = {"block-size": 64, "max-num-batched-tokens": 8192, "max-num-seqs": 256}
 PANELS = {
-    "Trace": tuple(SETTINGS[key] for key in ("trace", "trace-speed")),
-    "Record": (RECORD, SETTINGS["policy"], SETTINGS["chunked-prefill"]),
-    "Workers": (
-        SETTINGS["workers"],
-        *REPLAY,
-        *(
-            replace(SETTINGS[key], owner=None, help=f"As in serve; {value} where not given.")
-            for key, value in WHAT_IF.items()
-        ),
-    ),
-    "Router": (*ROUTER, NUM_FRONTS, *FRONTS),
-    "Output": (SETTINGS["json"],),
+    "Trace": TraceOptions,
+    "Record": RecordOptions,
+    "Workers": ReplayOptions,
+    "Router": (*ROUTER, FrontOptions),
+    "Output": JsonOption,
 }
 GROUP_HELP = "Predict and simulate systems that you do not have."
-DEFAULTS = {"workers": 8}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
     group.callback()(_group)
-    command(group, "replay", PANELS, defaults=DEFAULTS)(replay)
+    command(group, "replay", PANELS)(replay)
     command(group, "predict", plan_predict.PREDICT, defaults=plan_predict.DEFAULTS)(
         plan_predict.predict
     )

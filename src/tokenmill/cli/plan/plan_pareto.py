@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.cli.plan.plan_predict import (
-    FILES,
-    GPU,
-    LENGTHS,
-    MODEL,
-    named_lengths,
-    own_file,
+from tokenmill.cli.plan.plan_options import (
+    WEIGHTS,
+    BenchmarkOptions,
+    ConfigurationOptions,
+    CostOptions,
+    ParetoFiles,
+    ParetoOptions,
+    ParetoSystems,
+    SystemOptions,
+    WorkOptions,
 )
-from tokenmill.cli.plan.plan_size import ENGINE, price_of
-from tokenmill.core.flags import TEXT, split_list
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.cli.plan.plan_predict import named_lengths, own_file
+from tokenmill.cli.plan.plan_size import price_of
+from tokenmill.core.flags import split_list
+from tokenmill.settings import Settings, SettingsError, only
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.plan.pareto.curves import Case, Curve
     from tokenmill.plan.pareto.pareto_page import Result
 
-PRECISIONS = ("bf16", "int8", "fp8", "fp4", "mxfp4")
 PARETO = {
-    "Demand": (
-        replace(
-            SETTINGS["benchmark"],
-            help="MLPerf benchmark: its model, lengths and limits; or give --model and --lengths.",
-            kind=TEXT,
-        ),
-        replace(MODEL, help=f"Instead of --benchmark: {MODEL.help[0].lower()}{MODEL.help[1:]}"),
-        LENGTHS,
-        replace(SETTINGS["output-len"], help="Tokens of every answer, whatever --lengths say."),
-        SETTINGS["interactivity"],
-        replace(
-            SETTINGS["ttft"],
-            help="Most milliseconds to the first token; the benchmark's own, or 2000.",
-            default=None,
-        ),
-        SETTINGS["percentile"],
-    ),
+    "Demand": (*only(BenchmarkOptions, "benchmark"), WorkOptions, ParetoOptions),
     "Systems": (
-        replace(GPU, help="GPUs to compare, separated by commas; those of --hardware, too."),
-        replace(SETTINGS["gpus"], help="GPUs of each system; if not given, one NVLink domain."),
-        replace(
-            SETTINGS["precision"],
-            help="Types of the weights, separated by commas; the narrowest and fp8, if not given.",
-            kind=TEXT,
-        ),
-        replace(
-            SETTINGS["price-per-gpu-hour"],
-            help="Dollars per GPU and hour, of every GPU; if not given, those of its table.",
-        ),
-        replace(ENGINE, help="Whose efficiencies: v5.1, v6.0, v6.1 or tokenmill."),
-        SETTINGS["acceptance"],
-        *FILES,
+        ParetoSystems,
+        CostOptions,
+        *only(ConfigurationOptions, "acceptance"),
+        *only(SystemOptions, "hardware", "efficiencies"),
     ),
-    "Output": (
-        replace(SETTINGS["html"], help="File for the page."),
-        SETTINGS["csv"],
-        SETTINGS["json"],
-    ),
+    "Output": (ParetoFiles, JsonOption),
 }
-DEFAULTS = {
-    **{"benchmark": "gpt-oss-120b", "gpu": "h200,b200,gb300", "gpus": None, "round": "v6.0"},
-    "html": "pareto.html",
-}
+DEFAULTS = {"benchmark": "gpt-oss-120b", "round": "v6.0"}
 
 
 def pareto(settings: Settings) -> None:
@@ -177,8 +147,8 @@ def _curves(settings: Settings, case: Case, xs: tuple[float, ...]) -> tuple[list
 def _precisions(settings: Settings) -> list[str]:
     given = list(dict.fromkeys(split_list(settings.get("precision") or [])))
     for name in given:
-        if name not in PRECISIONS:
-            raise SettingsError(f"--precision {name}: expected some of {', '.join(PRECISIONS)}")
+        if name not in WEIGHTS:
+            raise SettingsError(f"--precision {name}: expected some of {', '.join(WEIGHTS)}")
     return given
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.core.bench_config import BenchConfig
-from tokenmill.core.flags import TEXT
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.bench.options import BenchConfig
+from tokenmill.cli.plan.plan_options import (
+    BenchmarkOptions,
+    ConfigurationOptions,
+    DemandOptions,
+    SystemOptions,
+    TableOptions,
+    WorkOptions,
+)
+from tokenmill.settings import Settings, SettingsError, only
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.plan.predict.benchmarks import Benchmark
@@ -17,64 +25,16 @@ if TYPE_CHECKING:
     from tokenmill.plan.predict.prediction import Question
     from tokenmill.plan.predict.search import Choice
 
-GPU = replace(
-    SETTINGS["gpu"],
-    help="GPU: h100, h200, b200, b300, gb200, gb300, mi300x, mi325x, mi355x, or one of --hardware.",
-    kind=TEXT,
-    default="h200",
-)
-MODEL = replace(
-    SETTINGS["model"],
-    help="A shipped shape such as deepseek-r1, a config.json, or its folder.",
-    default=None,
-)
-LENGTHS = replace(
-    SETTINGS["lengths"],
-    help="Lengths: an MLPerf benchmark, a CSV file of input_length,output_length, or uniform:1-2.",
-)
-FILES = tuple(SETTINGS[key] for key in ("hardware", "efficiencies"))
-CONFIGURATION = (
-    SETTINGS["precision"],
-    replace(SETTINGS["tp"], help="GPUs of a replica that divide every layer.", default=None),
-    replace(SETTINGS["ep"], help="With --attention-dp: GPUs of a replica.", default=None),
-    replace(
-        SETTINGS["attention-dp"],
-        help="Every GPU of a replica has requests of its own, experts lie over all.",
-        default=None,
-    ),
-    replace(SETTINGS["mtp"], help="Tokens drafted in a step.", default=None),
-    SETTINGS["acceptance"],
-    replace(SETTINGS["max-num-seqs"], help="Most requests that a rank runs at once."),
-)
+CONFIGURATION = "Configuration (searched for where not given)"
 PREDICT = {
-    "Benchmark": (
-        replace(
-            SETTINGS["benchmark"],
-            help="MLPerf benchmark: its model, lengths and limits.",
-            kind=TEXT,
-        ),
-        SETTINGS["scenario"],
-        replace(
-            SETTINGS["round"],
-            help="Whose software: that of the best submissions of v5.1, v6.0 or v6.1 (efficiencies "
-            "of v6.0) by the round's rules, or tokenmill.",
-            kind=TEXT,
-        ),
-    ),
-    "Model, in place of a benchmark": (
-        MODEL,
-        LENGTHS,
-        *(SETTINGS[key] for key in ("output-len", "ttft", "tpot")),
-    ),
-    "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), *FILES),
-    "Configuration (searched for where not given)": CONFIGURATION,
-    "Output": (SETTINGS["json"],),
+    "Benchmark": BenchmarkOptions,
+    "Model, in place of a benchmark": (WorkOptions, *only(DemandOptions, "ttft", "tpot")),
+    "System": SystemOptions,
+    CONFIGURATION: ConfigurationOptions,
+    "Output": JsonOption,
 }
-VALIDATE = {
-    "Output": tuple(SETTINGS[key] for key in ("rows", "markdown", "json")),
-    "System": (SETTINGS["efficiencies"],),
-}
-DEFAULTS = {"gpu": "h200", "gpus": 8, "round": "v6.0", "scenario": "Offline"}
+VALIDATE = {"Output": (TableOptions, JsonOption)}
+DEFAULTS = {"gpus": 8}
 
 
 def predict(settings: Settings) -> None:

@@ -7,20 +7,25 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.cli.plan.plan_predict import (
-    CONFIGURATION,
-    FILES,
-    GPU,
-    LENGTHS,
-    MODEL,
-    given_choice,
-    named_lengths,
-    own_file,
+from tokenmill.cli.plan.plan_options import (
+    ROUTER,
+    BenchmarkOptions,
+    ComparedRuns,
+    ConfigurationOptions,
+    DemandOptions,
+    FaultOptions,
+    SimulatedWorkers,
+    SimulateOptions,
+    StartOptions,
+    SystemOptions,
+    TechniqueOptions,
+    TraceOptions,
+    WorkOptions,
 )
-from tokenmill.cli.plan.plan_size import RATE
+from tokenmill.cli.plan.plan_predict import CONFIGURATION, given_choice, named_lengths, own_file
 from tokenmill.core.config import RouterConfig
-from tokenmill.core.flags import TEXT
-from tokenmill.settings import ROUTER, SETTINGS, Settings, SettingsError
+from tokenmill.settings import Settings, SettingsError
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.core.mooncake import TraceRequest
@@ -34,57 +39,15 @@ if TYPE_CHECKING:
     from tokenmill.plan.predict.steady_state import Limit
 
 SIMULATE = {
-    "Load": (
-        replace(
-            SETTINGS["benchmark"],
-            help="MLPerf benchmark: its model, lengths and limits.",
-            kind=TEXT,
-        ),
-        SETTINGS["scenario"],
-        replace(SETTINGS["round"], help="Round whose software is taken.", kind=TEXT),
-        replace(MODEL, help=f"{MODEL.help} In place of the benchmark's."),
-        replace(LENGTHS, help=f"{LENGTHS.help} In place of the benchmark's."),
-        replace(SETTINGS["output-len"], help="Tokens of every answer, whatever --lengths say."),
-        replace(RATE, help="Requests per second; the highest within the limits, if not given."),
-        *(
-            replace(SETTINGS[key], help=f"{SETTINGS[key].help} Of --model alone.")
-            for key in ("ttft", "tpot")
-        ),
-        *(SETTINGS[key] for key in ("trace", "trace-speed", "trace-block-tokens")),
-        replace(SETTINGS["num-requests"], help="Requests that are measured.", default=10_000),
-        replace(SETTINGS["seed"], help="Same seed, same run."),
-    ),
-    "System": (
-        GPU,
-        replace(SETTINGS["gpus"], help="GPUs of the system."),
-        *(SETTINGS[key] for key in ("racks", "start-s")),
-        *FILES,
-    ),
-    "Configuration (searched for where not given)": (
-        *CONFIGURATION,
-        *(SETTINGS[key] for key in ("prefill", "decode", "prefill-ep")),
-        replace(SETTINGS["max-num-batched-tokens"], help="Most tokens of a rank in one step."),
-        replace(SETTINGS["block-size"], help="Tokens of a KV block.", default=64),
-    ),
-    "Techniques": (
-        *(SETTINGS[key] for key in ("balance", "timeout-iters", "batching-wait-iters")),
-        SETTINGS["redundant-experts"],
-    ),
+    "Load": (BenchmarkOptions, WorkOptions, DemandOptions, TraceOptions, SimulateOptions),
+    "System": (SystemOptions, StartOptions),
+    CONFIGURATION: (ConfigurationOptions, SimulatedWorkers),
+    "Techniques": TechniqueOptions,
     "Router": ROUTER,
-    "Events": tuple(SETTINGS[key] for key in ("fail", "start")),
-    "Output": tuple(SETTINGS[key] for key in ("ladder", "scale-out", "json")),
+    "Events": FaultOptions,
+    "Output": (ComparedRuns, JsonOption),
 }
-DEFAULTS = {
-    "benchmark": "deepseek-r1",
-    "gpu": "gb300",
-    "gpus": 72,
-    "round": "v6.0",
-    "scenario": "Offline",
-    "num-requests": 10_000,
-    "block-size": 64,
-    "redundant-experts": 32,
-    "seed": 0,
-}
+DEFAULTS = {"benchmark": "deepseek-r1", "gpu": "gb300", "gpus": 72}
 KEEPS_UP = 0.8  # share of prompts, below which a run is no steady one
 Report = dict[str, Any]
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenmill import console
+from tokenmill.cli.plan.plan_options import (
+    CalibrateOptions,
+    ConfigurationOptions,
+    CostOptions,
+    DemandOptions,
+    SizeOptions,
+    StartOptions,
+    SystemOptions,
+    TraceOptions,
+    WorkOptions,
+)
 from tokenmill.cli.plan.plan_predict import (
     CONFIGURATION,
-    FILES,
-    GPU,
-    LENGTHS,
-    MODEL,
     describe,
     given_choice,
     named_lengths,
     own_file,
 )
 from tokenmill.cli.plan.size_files import bench_command, write_settings
-from tokenmill.core.flags import TEXT, number
-from tokenmill.settings import SETTINGS, Settings, SettingsError
+from tokenmill.settings import Settings, SettingsError, only
+from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
     from tokenmill.plan.hardware import Accelerator
@@ -31,58 +37,20 @@ if TYPE_CHECKING:
     from tokenmill.plan.predict.search import Choice, System
     from tokenmill.plan.predict.sizing import Size, Traffic
 
-RATE = replace(
-    SETTINGS["rate"], help="Requests per second.", kind=number(1e-6, 1e9, "X"), default=None
-)
-ENGINE = replace(
-    SETTINGS["round"],
-    help="Whose efficiencies: tokenmill, v5.1, v6.0 or v6.1 (the best submissions of that round).",
-    kind=TEXT,
-)
 SIZE = {
-    "Demand": (
-        MODEL,
-        RATE,
-        LENGTHS,
-        replace(SETTINGS["output-len"], help="Tokens of every answer, whatever --lengths say."),
-        SETTINGS["trace"],
-        SETTINGS["trace-block-tokens"],
-        *(SETTINGS[key] for key in ("cache-hits", "ttft", "tpot", "percentile")),
-    ),
-    "System": (
-        GPU,
-        replace(SETTINGS["gpus"], help="Most GPUs that there may be."),
-        SETTINGS["price-per-gpu-hour"],
-        SETTINGS["start-s"],
-        ENGINE,
-        *FILES,
-    ),
-    "Configuration (searched for where not given)": CONFIGURATION,
-    "Output": (*(SETTINGS[key] for key in ("alternatives", "write", "json")),),
+    "Demand": (WorkOptions, DemandOptions, *only(TraceOptions, "trace", "trace-block-tokens")),
+    "System": (SystemOptions, CostOptions, StartOptions),
+    CONFIGURATION: ConfigurationOptions,
+    "Output": (SizeOptions, JsonOption),
 }
 SIZE_DEFAULTS = {"gpu": "gb300", "gpus": 4096}
 CALIBRATE = {
-    "What was measured": (
-        MODEL,
-        replace(LENGTHS, help=f"{LENGTHS.help} Else those of the result."),
-        SETTINGS["output-len"],
-    ),
-    "System": (GPU, replace(SETTINGS["gpus"], help="GPUs of the system."), ENGINE, *FILES),
-    "Configuration (searched for where not given)": CONFIGURATION,
-    "Output": (
-        replace(
-            SETTINGS["write"],
-            help="File for the efficiencies, which --efficiencies takes.",
-        ),
-        SETTINGS["json"],
-    ),
+    "What was measured": WorkOptions,
+    "System": (SystemOptions, *only(CostOptions, "round")),
+    CONFIGURATION: ConfigurationOptions,
+    "Output": (CalibrateOptions, JsonOption),
 }
-CALIBRATE_DEFAULTS = {
-    "gpu": "h200",
-    "gpus": 1,
-    "round": "tokenmill",
-    "write": "efficiencies.toml",
-}
+CALIBRATE_DEFAULTS = {"gpus": 1}
 
 
 def size(settings: Settings) -> None:
@@ -99,7 +67,6 @@ def size(settings: Settings) -> None:
 
     if "model" in settings and settings.get("model") in JOBS:
         return _size_job(settings)
-    settings = Settings({"round": "tokenmill"} | settings.values)
     begin = time.process_time()
     system, choice, traffic = _demand(settings)
     sizes = sizing.cheapest(system, choice, traffic)

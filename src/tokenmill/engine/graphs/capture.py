@@ -27,11 +27,11 @@ class CaptureLimits:
     memory_bytes: int
 
     def reached(self, report: CaptureReport) -> str | None:
-        """The flag whose limit a capture has reached, if any."""
+        """The limit that a capture has reached, if any."""
         if report.seconds > self.seconds:
-            return f"--graph-capture-time {self.seconds:g}"
+            return f"the limit of {self.seconds:g} s"
         if report.memory_bytes > self.memory_bytes:
-            return f"--graph-memory {self.memory_bytes / 2**30:g}GiB"
+            return f"the limit of {self.memory_bytes / 2**30:g} GiB"
         return None
 
 

@@ -35,7 +35,7 @@ class Rebalancer:
             self._num_nodes = 1
             if not ranks.rank:
                 _log.warning(
-                    "--ep-nodes %d does not divide the %d routing groups of the model: "
+                    "%d nodes: that number does not divide the %d routing groups of the model: "
                     "experts are placed on all ranks alike", config.nodes, self._num_groups,
                 )  # fmt: skip
         self._turns = 0

@@ -75,15 +75,15 @@ def _check_effect(spec: ModelSpec, config: ParallelConfig) -> None:
         ("--redundant-experts", config.redundant_experts, shared, experts),
         ("--rebalance-steps", config.rebalance_steps, shared, experts),
         (
-            "--rebalance-layers",
+            "rebalance_layers",
             config.rebalance_layers != default.rebalance_layers,
             config.rebalance_steps,
             "--rebalance-steps",
         ),
-        ("--ep-nodes", config.nodes > 1, config.rebalance_steps, "--rebalance-steps"),
+        ("nodes", config.nodes > 1, config.rebalance_steps, "--rebalance-steps"),
         ("--adp-timeout-iters", config.timeout_iters, config.attention_dp, "--attention-dp"),
         (
-            "--adp-batching-wait-iters",
+            "batching_wait_iters",
             config.batching_wait_iters,
             config.timeout_iters,
             "--adp-timeout-iters of 1 or more",
@@ -92,7 +92,7 @@ def _check_effect(spec: ModelSpec, config: ParallelConfig) -> None:
         if is_set and not has_effect:
             raise ModelLoadError(f"{flag} needs {needed}")
     if config.num_ranks % config.nodes:
-        raise ModelLoadError(f"--ep-nodes {config.nodes} does not divide {config.num_ranks} ranks")
+        raise ModelLoadError(f"nodes {config.nodes} does not divide {config.num_ranks} ranks")
 
 
 def _check_heads(spec: ModelSpec, size: int) -> None:

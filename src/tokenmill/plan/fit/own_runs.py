@@ -6,8 +6,8 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.workload import make_cells
-from tokenmill.core.bench_config import BenchConfig
 from tokenmill.plan.hardware import PlanError, find_gpu
 from tokenmill.plan.predict.catalog import find_model, precisions_of
 from tokenmill.plan.predict.finite_run import FiniteRun
