@@ -32,7 +32,7 @@ from api.video_app import MODEL as VIDEO_MODEL  # noqa: E402
 from api.video_app import SMALL, FakePool, video_app  # noqa: E402
 from tokenmill.api.access import Calls  # noqa: E402
 from tokenmill.api.keys import Keys  # noqa: E402
-from tokenmill.api.middleware import Front  # noqa: E402
+from tokenmill.api.middleware import CallMiddleware  # noqa: E402
 from tokenmill.api.openai_routes import create_app  # noqa: E402
 from tokenmill.api.ranking.rank_routes import make_rank_service  # noqa: E402
 from tokenmill.api.server import bind, listening, url_of  # noqa: E402
@@ -168,7 +168,7 @@ async def language(config: ServerConfig, _folder: Path) -> AsyncIterator[Site]:
     app = create_app(pool, tokenizer, keys, MODEL)
     try:
         with contextlib.closing(bind(config.host, 0)) as listener, _closed(app.state.bodies):
-            async with listening(Front(app, keys, app.state.api.metrics), listener, keys):
+            async with listening(CallMiddleware(app, keys, app.state.api.metrics), listener, keys):
                 url = url_of(listener, keys)
                 site = Site(url, MODEL, routes_of(app), lambda headers: _stored(site, headers))
                 yield site
@@ -210,7 +210,7 @@ async def ranking(config: ServerConfig, _folder: Path) -> AsyncIterator[Site]:
     """A ranking server whose worker needs no model."""
     keys, pool = Keys.of(config, TOKEN, b"salt"), RankPool()
     service = await make_rank_service(MODEL, keys, pool)  # type: ignore[arg-type]
-    front = Front(service.app, keys, service.metrics, streams=False)
+    front = CallMiddleware(service.app, keys, service.metrics, streams=False)
 
     async def store(headers: Json) -> str:
         return ""  # a ranking server stores nothing
@@ -260,7 +260,7 @@ async def router(config: ServerConfig, folder: Path) -> AsyncIterator[Site]:
         with contextlib.closing(listener), contextlib.closing(RouteApp(state)) as app:
             try:
                 await backends.start()
-                async with listening(Front(app, keys, state.metrics), listener, keys):
+                async with listening(CallMiddleware(app, keys, state.metrics), listener, keys):
                     own = [route for route in routes_of(app._rest) if "videos" not in route[1]]
                     passed_on = {*POSTS, *STORED}
                     has = [r for r in own if r[1] not in passed_on or r in backend.routes]

@@ -29,11 +29,11 @@ from tokenmill.api import messages_routes, openai_routes, responses_routes
 from tokenmill.api.bodies.body_processes import NotElsewhereError
 from tokenmill.api.bodies.body_reader import Reader
 from tokenmill.api.errors import ApiError
-from tokenmill.api.generation import Generation
 from tokenmill.api.messages.message_request import (
     CountTokensRequest,
     MessagesRequest,
 )
+from tokenmill.api.open_call import OpenCall
 from tokenmill.api.protocol.decoding import decode_call
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.protocol.requests import (
@@ -241,7 +241,7 @@ class Meter:
         job = getattr(read, "job", None)
         if job is not None:
             self.num_choices = len(job.requests)
-            Generation(job, self.tokenizer, self._metrics, False).close()
+            OpenCall(job, self.tokenizer, self._metrics, False).close()
 
     def lines(self, route: Route, body: bytes) -> int:
         """The lines that run to read a body; a TooManyError ends it."""

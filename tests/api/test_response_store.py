@@ -49,8 +49,8 @@ from tokenmill.api.responses.response_request import (
     ReasoningConfig,
     TextConfig,
 )
-from tokenmill.api.responses.response_store import ResponseStore, page_of
 from tokenmill.api.responses.response_tools import AllowedFunction
+from tokenmill.api.responses_routes import ResponseStore, page_of
 from tokenmill.core.config import ServerConfig
 from tokenmill.workers.fronts.stored_responses import StoredResponses
 

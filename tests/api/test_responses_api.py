@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from api.sim import DEFAULT_TEXT, MODEL, make_tokenizer
 from api.sim_server import Answer, SimServer, sim_server, wait_until
 from tokenmill.api.errors import ApiError
-from tokenmill.api.generation import TextDelta, join_deltas
+from tokenmill.api.open_call import TextDelta, join_deltas
 from tokenmill.api.protocol.answers import usage_of
 from tokenmill.api.responses.response_chat import messages_of, without_first
 from tokenmill.api.responses.response_format import ResponseFormat

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from tokenmill.api.keys import Keys
-from tokenmill.api.middleware import Front, Turns, take_turn
+from tokenmill.api.middleware import CallMiddleware, Turns, take_turn
 from tokenmill.core.config import ServerConfig
 
 
@@ -85,7 +85,7 @@ def test_each_part_of_a_call_has_a_turn_of_its_own() -> None:
         async def send(message: Message) -> None:
             raise AssertionError("nothing is answered")
 
-        front = Front(app, Keys.of(ServerConfig(), "t", b"s"), Uncounted())
+        front = CallMiddleware(app, Keys.of(ServerConfig(), "t", b"s"), Uncounted())
 
         def call(method: str) -> Any:
             scope = {"type": "http", "method": method, "path": "/v1/models", "headers": []}

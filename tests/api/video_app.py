@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from api.sim_server import Answer, SimServer
 from tokenmill.api.keys import Keys
-from tokenmill.api.middleware import Front
+from tokenmill.api.middleware import CallMiddleware
 from tokenmill.api.server import bind, listening, url_of
 from tokenmill.api.videos.video_record import VideoRecord
 from tokenmill.api.videos.video_routes import VideoState
@@ -160,7 +160,7 @@ async def video_app(
         app = create_app(pool, state, facts)
         await resume(state.jobs, MODEL)
         async with (
-            listening(Front(app, keys, state.metrics), listener, keys),
+            listening(CallMiddleware(app, keys, state.metrics), listener, keys),
             running(state.jobs),
         ):
             yield VideoApp(url_of(listener, keys), pool, state, app)

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from api.sim import MODEL, make_tokenizer
 from tiny_configs import write_config
 from tokenmill.api.keys import Keys
-from tokenmill.api.middleware import Front
+from tokenmill.api.middleware import CallMiddleware
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.server import bind, listening, url_of
 from tokenmill.core.config import (
@@ -218,7 +218,7 @@ async def traced(folder: Path) -> Tracer:
         with contextlib.closing(bind("127.0.0.1", 0)) as listener:
             keys = Keys.of(ServerConfig(port=0, log_stats=False), "control", b"salt")
             app = create_app(pool, tokenizer, keys, MODEL)
-            front = Front(app, keys, app.state.api.metrics)
+            front = CallMiddleware(app, keys, app.state.api.metrics)
             with contextlib.closing(app.state.bodies):
                 async with listening(front, listener, keys):
                     for _ in range(4):  # both workers have had one

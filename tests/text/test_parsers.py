@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletionMessageToolCallUnion
 from pydantic import TypeAdapter
 
 from tiny_tokenizers import HERMES_TEMPLATE
+from tokenmill.api.protocol.tools import tool_choice_schema
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.text.parsers import (
     TOOL_PARSERS,
@@ -31,7 +32,6 @@ from tokenmill.text.parsers import (
     detect_tool_parser,
     opens_reasoning,
 )
-from tokenmill.text.tool_schema import tool_choice_schema
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 LLAMA3_TEMPLATE = (

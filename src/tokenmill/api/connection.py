@@ -79,7 +79,7 @@ class UntilClose(int):
     __hash__ = int.__hash__
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """uvicorn's protocol with deadlines for what the client sends."""
 
     def __init__(self, limits: ConnectionLimits, **uvicorn_arguments: Any) -> None:
@@ -343,7 +343,7 @@ class ChunkWriter:
 class _BodyOf:
     """Gives a connection the body of a request whose head it has."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ClientConnection) -> None:
         self.on_body = connection.on_body
         self.on_message_complete = connection.on_message_complete
 
@@ -353,8 +353,8 @@ def _head_too_large() -> ApiError:
     return ApiError(431, message, code="head_too_large")
 
 
-def _connections(all_of_them: Iterable[Any]) -> Iterable[Connection]:
-    return (each for each in all_of_them if isinstance(each, Connection))
+def _connections(all_of_them: Iterable[Any]) -> Iterable[ClientConnection]:
+    return (each for each in all_of_them if isinstance(each, ClientConnection))
 
 
 def check_all(all_of_them: Iterable[Any], now_s: float) -> None:

@@ -21,7 +21,7 @@ from tokenmill.api.messages.message_request import (
 )
 from tokenmill.api.operations import json_response
 from tokenmill.api.protocol.decoding import decode_call
-from tokenmill.api.protocol.prepare import Job, Preparer
+from tokenmill.api.protocol.prepare import PreparedCall, Preparer
 from tokenmill.api.routes import COUNT_TOKENS, MESSAGES
 from tokenmill.api.stream import ApiState
 from tokenmill.core.types import InvalidRequestError
@@ -69,7 +69,7 @@ def _decode(body: bytes, kind: type[T], preparer: Preparer, model: str) -> T:
     return call
 
 
-async def _prepare(call: MessagesRequest, preparer: Preparer) -> Job:
+async def _prepare(call: MessagesRequest, preparer: Preparer) -> PreparedCall:
     try:
         return await preparer.chat(chat_of_messages(call), "msg_", clamps=True)
     except InvalidRequestError as error:
@@ -87,7 +87,7 @@ def _always_thinks() -> ApiError:
     )
 
 
-def _format(call: MessagesRequest, job: Job, model: str) -> MessageFormat:
+def _format(call: MessagesRequest, job: PreparedCall, model: str) -> MessageFormat:
     hides_thinking = getattr(call.thinking, "display", None) == "omitted"
     max_tokens = job.requests[0].sampling.max_tokens
     fills_context = max_tokens is not None and max_tokens < call.max_tokens

@@ -75,7 +75,7 @@ class CallCounter(Protocol):
     def count_call(self, endpoint: str, status: int, error: str | None) -> None: ...
 
 
-class Front:
+class CallMiddleware:
     """An ASGI app around another one; calls of a server that streams nothing need no turns."""
 
     def __init__(

@@ -20,7 +20,7 @@ from tokenmill.api.protocol.answers import (
     DetokenizeAnswer,
     ModelCard,
     ModelList,
-    Service,
+    ServiceInfo,
     TokenizeAnswer,
     TokenizerInfo,
     json_encode,
@@ -34,7 +34,7 @@ from tokenmill.api.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
+    TextRequest,
     TokenizeRequest,
 )
 from tokenmill.api.protocol.tools import tool_definitions
@@ -102,7 +102,7 @@ def create_app(
     return app
 
 
-def _usage_in(call: GenerationRequest) -> UsageIn:
+def _usage_in(call: TextRequest) -> UsageIn:
     options = call.stream_options
     otherwise: UsageIn = "end" if call.include_receipt else "none"  # a receipt stands in usage
     if options is None:
@@ -251,5 +251,5 @@ def _add_operations(app: FastAPI, state: ApiState) -> None:
         total.accounts = client.accounts()
         return total.render(stats, client.num_restarts, client.view())
 
-    service = Service(service="tokenmill", version=__version__)
+    service = ServiceInfo(service="tokenmill", version=__version__)
     add_operations(app, state.keys, state.calls, fault, metrics, service)

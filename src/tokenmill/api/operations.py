@@ -16,7 +16,7 @@ from tokenmill.api.call import GONE, record_of
 from tokenmill.api.errors import ApiError, of_invalid
 from tokenmill.api.keys import Keys, overseer
 from tokenmill.api.openapi import docs_page
-from tokenmill.api.protocol.answers import Health, Service, Version, json_encode
+from tokenmill.api.protocol.answers import Health, ServiceInfo, Version, json_encode
 from tokenmill.api.routes import DOCS, HEALTH, METRICS, PING, ROOT, VERSION
 from tokenmill.api.telemetry.prometheus import CONTENT_TYPE
 from tokenmill.core.types import InvalidRequestError
@@ -101,7 +101,7 @@ def add_operations(
     calls: Calls,
     fault: Callable[[], ApiError | None],
     metrics: Callable[[], Awaitable[bytes]],
-    service: Service,
+    service: ServiceInfo,
 ) -> None:
     """Add GET /, /docs, /health, which answers the `fault` if any, /version and /metrics."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -16,18 +17,26 @@ from tokenmill.api.bodies.body_reader import BodyReader, check_model
 from tokenmill.api.errors import ApiError, of_invalid, renamed
 from tokenmill.api.keys import caller
 from tokenmill.api.operations import json_response
+from tokenmill.api.protocol.answers import json_encode
 from tokenmill.api.protocol.decoding import decode_call
-from tokenmill.api.protocol.prepare import Job, Preparer
+from tokenmill.api.protocol.prepare import PreparedCall, Preparer
 from tokenmill.api.responses.response_chat import (
     RESPONSE_NAMES,
     chat_of,
     without_first,
 )
 from tokenmill.api.responses.response_format import ResponseFormat
-from tokenmill.api.responses.response_items import InputItem, Item, ItemReference, MessageItem
+from tokenmill.api.responses.response_items import (
+    InputItem,
+    Item,
+    ItemReference,
+    MessageItem,
+    as_stored,
+)
 from tokenmill.api.responses.response_object import (
     DeletedResponse,
     InputTokens,
+    ItemList,
     ResponseObject,
     new_response,
 )
@@ -37,7 +46,6 @@ from tokenmill.api.responses.response_request import (
     RESPONSE_WITHOUT_EFFECT,
     ResponsesRequest,
 )
-from tokenmill.api.responses.response_store import ResponseStore, page_of
 from tokenmill.api.routes import (
     CANCEL_RESPONSE,
     DELETE_RESPONSE,
@@ -47,7 +55,9 @@ from tokenmill.api.routes import (
     RESPONSES,
 )
 from tokenmill.api.stream import ApiState, GenerationResponse
+from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import InvalidRequestError
+from tokenmill.workers.fronts.stored_responses import ResponseKeeper
 
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items of one answer
 
@@ -128,7 +138,7 @@ class ReadResponse:
 
     call: ResponsesRequest
     items: list[Item]  # that its model sees
-    job: Job
+    job: PreparedCall
     parsed_ns: int
 
 
@@ -200,7 +210,7 @@ async def _context(call: ResponsesRequest, store: ResponseStore | None, account:
 
 async def _truncated(
     call: ResponsesRequest, items: list[Item], preparer: Preparer
-) -> tuple[Job, list[Item]]:
+) -> tuple[PreparedCall, list[Item]]:
     """Drop as few of the first items as possible; the last one stays."""
     low, high = 1, len(items) - 1
     kept = without_first(items, high)
@@ -217,7 +227,7 @@ async def _truncated(
     return job, kept
 
 
-async def _job(call: ResponsesRequest, items: Sequence[Item], preparer: Preparer) -> Job:
+async def _job(call: ResponsesRequest, items: Sequence[Item], preparer: Preparer) -> PreparedCall:
     try:
         job = await preparer.chat(chat_of(call, items), "resp_")
     except InvalidRequestError as error:
@@ -243,3 +253,92 @@ def _format(
 
     carries = ENCRYPTED in (call.include or ())
     return ResponseFormat(response, state.tokenizer, on_end, carries)
+
+
+class StoredResponse(msgspec.Struct):
+    """A response and what its model saw."""
+
+    response: ResponseObject
+    context: list[Item]  # input of this and earlier turns, and the earlier turns' output
+
+    @property
+    def conversation(self) -> list[Item]:
+        """What the next turn begins with."""
+        return [*self.context, *self.response.output]
+
+
+_decode_stored = msgspec.json.Decoder(StoredResponse).decode
+
+
+class ResponseStore:
+    """Stored responses of all fronts; what is not there is answered with a 404."""
+
+    def __init__(self, keeper: ResponseKeeper, limits: ServerConfig) -> None:
+        self._keeper = keeper
+        self._limits = limits
+
+    def put(self, response: ResponseObject, context: Sequence[Item], account: str) -> None:
+        """Keep a response that has ended."""
+        if not self._limits.max_stored_responses:
+            return
+        stored = StoredResponse(response, [as_stored(item) for item in context])
+        item_ids = [item.id for item in stored.conversation if item.id is not None]
+        self._keeper.put(response.id, account, item_ids, json_encode(stored))
+
+    async def get(
+        self, response_id: str, account: str, param: str = "response_id"
+    ) -> StoredResponse:
+        """The entry of this caller's response."""
+        payload = await self._keeper.get(response_id, account)
+        if payload is None:
+            raise self._no_response(response_id, param)
+        return _decode_stored(payload)
+
+    async def delete(self, response_id: str, account: str) -> None:
+        """Forget a response."""
+        if not await self._keeper.delete(response_id, account):
+            raise self._no_response(response_id, "response_id")
+
+    async def resolve(self, items: Sequence[InputItem], account: str) -> list[Item]:
+        """The items with references replaced by what they refer to."""
+        found: dict[str | None, Item] = {}
+        for index, item in enumerate(items):
+            if isinstance(item, ItemReference) and item.id not in found:
+                payload = await self._keeper.find_item(item.id, account)
+                if payload is None:
+                    what = f"no item {item.id!r} is stored here"
+                    raise self._unknown(what, f"input[{index}].id")
+                found |= {each.id: each for each in _decode_stored(payload).conversation}
+        return [found[item.id] if isinstance(item, ItemReference) else item for item in items]
+
+    def _no_response(self, response_id: str, param: str) -> ApiError:
+        return self._unknown(f"no response {response_id!r} is stored here", param)
+
+    def _unknown(self, what: str, param: str) -> ApiError:
+        limits = self._limits
+        message = (
+            f"{param}: {what}: it is unknown, was deleted or not stored (store false), or was "
+            f"dropped (this server keeps at most {limits.max_stored_responses} responses of all "
+            f"keys, {limits.max_stored_response_bytes} bytes, for {limits.stored_response_age_s:g} "
+            "s); "
+            "send the conversation as input"
+        )
+        return ApiError(404, message, param, "response_not_found")
+
+
+def page_of(items: Sequence[Item], limit: int, descending: bool, after: str | None) -> ItemList:
+    """One page of a list of items; `after` is the id of the last item of the page before."""
+    ordered = list(reversed(items)) if descending else list(items)
+    if after is not None:
+        places = [index for index, item in enumerate(ordered) if item.id == after]
+        if not places:
+            message = f"after: no input item has the id {after!r}; send the last_id of a page"
+            raise ApiError(400, message, "after", "invalid_value")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[:limit]
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=len(ordered) > len(page),
+    )

@@ -135,7 +135,7 @@ TOKENIZER_INFO = Route(
 )
 MODELS = Route("GET", "/v1/models", "The models served here", answers.ModelList, (401,))
 MODEL = Route("GET", "/v1/models/{model_id:path}", "One model", answers.ModelCard, (401, 404))
-ROOT = Route("GET", "/", "Who this is, and where the rest is", answers.Service)
+ROOT = Route("GET", "/", "Who this is, and where the rest is", answers.ServiceInfo)
 HEALTH = Route("GET", "/health", "Whether requests are taken", answers.Health, (503,))
 PING = Route("GET", "/ping", "The same", answers.Health, (503,))
 VERSION = Route("GET", "/version", "The server's version", answers.Version)

@@ -20,9 +20,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from tokenmill.api.access import Calls
-from tokenmill.api.connection import Connection, ConnectionLimits, check_all
+from tokenmill.api.connection import ClientConnection, ConnectionLimits, check_all
 from tokenmill.api.keys import Keys, open_keys
-from tokenmill.api.middleware import Front
+from tokenmill.api.middleware import CallMiddleware
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.prometheus import ServerMetrics
@@ -131,7 +131,7 @@ async def answer_calls(
     keys, config = state.keys, state.config
     with contextlib.closing(app.state.bodies):
         async with (
-            listening(Front(app, keys, state.metrics), listener, keys),
+            listening(CallMiddleware(app, keys, state.metrics), listener, keys),
             logging_stats(config, state.metrics, client.known_stats),
         ):
             on_listening(url_of(listener, keys))
@@ -278,7 +278,7 @@ def _uvicorn_config(app: Any, keys: Keys) -> uvicorn.Config:
     limits = ConnectionLimits.of(config, max_open_files() - RESERVED_FILES)
     made = uvicorn.Config(
         app,
-        http=functools.partial(Connection, limits),  # type: ignore[arg-type]
+        http=functools.partial(ClientConnection, limits),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_level="warning",

@@ -13,13 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.api.access import Calls, Place
 from tokenmill.api.call import CHUNK_WRITER, GONE, WARNING, record_of
-from tokenmill.api.direct_text import DirectText, PlainFormat
 from tokenmill.api.errors import ApiError
-from tokenmill.api.generation import Generation, TextDelta, join_deltas
 from tokenmill.api.keys import Keys
 from tokenmill.api.middleware import take_turn
+from tokenmill.api.open_call import DirectText, OpenCall, PlainFormat, TextDelta, join_deltas
 from tokenmill.api.protocol.answers import Usage
-from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.prepare import PreparedCall
 from tokenmill.api.protocol.receipts import receipt_of
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.request_trace import CallTrace
@@ -124,7 +123,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         state: ApiState,
-        job: Job,
+        job: PreparedCall,
         form: Format,
         streams: bool,
         place: Place,
@@ -133,6 +132,7 @@ class GenerationResponse(Response):
         super().__init__()
         self._state = state
         self._job = job
+        self._call = OpenCall(job, state.tokenizer, state.metrics, streams)
         self._form = form
         self._streams = streams
         self._place = place
@@ -145,8 +145,7 @@ class GenerationResponse(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace, error, record = self._trace, None, record_of(scope)
-        state = self._state
-        generation = Generation(self._job, state.tokenizer, state.metrics, self._streams)
+        state, call = self._state, self._call
         try:
             account = self._place.account
             state.take(self._place, len(self._job.requests))
@@ -155,21 +154,21 @@ class GenerationResponse(Response):
             stream = state.client.submit(requests, traces, self._job.hash_inputs, account)
         except (ApiError, WorkerDownError) as refused:
             error = _as_api_error(refused)
-            trace.end(generation.usage(), [], error)
+            trace.end(call.usage(), [], error)
             record.fail(error)
             await send_error(send, error, scope["path"])
             return
         if self._streams:
             stream.interval = state.config.stream_interval
         if self._streams and CHUNK_WRITER in scope and isinstance(self._form, PlainFormat):
-            text = DirectText(generation, self._form, scope[CHUNK_WRITER])
+            text = DirectText(call, self._form, scope[CHUNK_WRITER])
             stream.direct = text.write
-            if stream.interval == 1 and len(generation.choices) == 1:
+            if stream.interval == 1 and len(call.choices) == 1:
                 stream.direct_one = text.write_one
         watcher = asyncio.create_task(_watch(receive, stream))
         try:
             # A task of its own: each wake-up would otherwise pass through all of the app's layers.
-            await asyncio.create_task(self._answer(generation, stream, scope, send))
+            await asyncio.create_task(self._answer(stream, scope, send))
         except StreamClosedError:
             error = ApiError(GONE, "the client has gone", code="cancelled")
         except ApiError as failure:
@@ -178,79 +177,73 @@ class GenerationResponse(Response):
             await self._fail(send, error, scope["path"])
         finally:
             watcher.cancel()
-            generation.close()
+            call.close()
             self._state.client.abort(stream.request_ids)
-            reasons = [choice.reason for choice in generation.choices]
-            generation.describe(record)
+            reasons = [choice.reason for choice in call.choices]
+            call.describe(record)
             record.worker = ",".join(sorted(set(stream.workers.values()))) or "-"
-            trace.end(generation.usage(), reasons, error)
+            trace.end(call.usage(), reasons, error)
 
-    async def _answer(
-        self, generation: Generation, stream: OutputStream, scope: Scope, send: Send
-    ) -> None:
+    async def _answer(self, stream: OutputStream, scope: Scope, send: Send) -> None:
         # The status line waits for the first output, which may be a refusal.
         outputs = await stream.get()
         await take_turn(scope)
-        deltas = generation.advance(outputs)
+        deltas = self._call.advance(outputs)
         if self._streams:
-            await self._send_events(generation, stream, deltas, send)
+            await self._send_events(stream, deltas, send)
         else:
-            await self._send_whole(generation, stream, deltas, send)
+            await self._send_whole(stream, deltas, send)
 
-    async def _send_events(
-        self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
-    ) -> None:
+    async def _send_events(self, stream: OutputStream, deltas: list[TextDelta], send: Send) -> None:
         self._started = True
         headers = [*SSE_HEADERS, *_warnings(self._job)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        body = self._form.frame.start(generation.usage())
-        while generation.num_open:
-            self._abort_stopped(generation)
-            if body := body + self._events(generation, deltas):
+        body = self._form.frame.start(self._call.usage())
+        while self._call.num_open:
+            self._abort_stopped()
+            if body := body + self._events(deltas):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""
-            deltas = generation.advance(await stream.get())
-        self._abort_stopped(generation)
-        body += self._events(generation, deltas)
-        body += self._form.frame.end(await self._last_usage(generation, stream))
+            deltas = self._call.advance(await stream.get())
+        self._abort_stopped()
+        body += self._events(deltas)
+        body += self._form.frame.end(await self._last_usage(stream))
         await send({"type": "http.response.body", "body": body})
 
-    def _events(self, generation: Generation, deltas: list[TextDelta]) -> bytes:
+    def _events(self, deltas: list[TextDelta]) -> bytes:
         frame, event = self._form.frame, self._form.event
         if frame.counts:
-            frame.count(generation.usage())
+            frame.count(self._call.usage())
         return b"".join([event(delta) for delta in deltas])
 
-    async def _send_whole(
-        self, generation: Generation, stream: OutputStream, deltas: list[TextDelta], send: Send
-    ) -> None:
-        by_choice: list[list[TextDelta]] = [[] for _ in generation.choices]
+    async def _send_whole(self, stream: OutputStream, deltas: list[TextDelta], send: Send) -> None:
+        by_choice: list[list[TextDelta]] = [[] for _ in self._call.choices]
         while True:
-            self._abort_stopped(generation)
+            self._abort_stopped()
             for delta in deltas:
                 by_choice[delta.index].append(delta)
-            if not generation.num_open:
+            if not self._call.num_open:
                 break
-            deltas = generation.advance(await stream.get())
+            deltas = self._call.advance(await stream.get())
         wholes = [join_deltas(each) for each in by_choice]
-        usage = await self._last_usage(generation, stream)
+        usage = await self._last_usage(stream)
         await send_json(send, 200, self._form.answer(wholes, usage), _warnings(self._job))
 
-    async def _last_usage(self, generation: Generation, stream: OutputStream) -> Usage:
+    async def _last_usage(self, stream: OutputStream) -> Usage:
         """The usage of a whole answer, with its receipt if it is wanted.
 
         A worker that was told to stop says what the answer took a step later.
         """
-        usage = generation.usage()
+        usage = self._call.usage()
         if self._job.include_receipt:
             cost = await stream.cost(RECEIPT_TIMEOUT_S)
             usage.receipt = receipt_of(cost, self._state.config.price_per_gpu_hour)
         return usage
 
-    def _abort_stopped(self, generation: Generation) -> None:
-        if generation.stopped:
-            self._state.client.abort(generation.stopped)
-            generation.stopped = []
+    def _abort_stopped(self) -> None:
+        if self._call.stopped:
+            self._state.client.abort(self._call.stopped)
+            self._call.stopped = []
 
     async def _fail(self, send: Send, error: ApiError, path: str) -> None:
         if not self._started:
@@ -259,7 +252,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": self._form.frame.failure(error)})
 
 
-def _warnings(job: Job) -> list[tuple[bytes, bytes]]:
+def _warnings(job: PreparedCall) -> list[tuple[bytes, bytes]]:
     """The header that names what an answer is not checked against."""
     if not job.unenforced:
         return []

@@ -25,7 +25,7 @@ from tokenmill.api.errors import VIDEOS_PATH, ApiError
 from tokenmill.api.keys import Keys, caller, wrong_key
 from tokenmill.api.openapi import document
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
-from tokenmill.api.protocol.answers import Service
+from tokenmill.api.protocol.answers import ServiceInfo
 from tokenmill.api.routes import LANGUAGE, MODEL, MODELS
 from tokenmill.api.stream import send_error
 from tokenmill.api.telemetry.dashboard import add_page
@@ -219,7 +219,7 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
     async def metrics() -> bytes:
         return state.metrics.render(EngineStats(), 0, state.backends.view())
 
-    service = Service(service="tokenmill route", version=__version__)
+    service = ServiceInfo(service="tokenmill route", version=__version__)
     add_operations(app, state.keys, state.calls, fault, metrics, service)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tokenmill.api.access import Calls
 from tokenmill.api.keys import open_keys
-from tokenmill.api.middleware import Front
+from tokenmill.api.middleware import CallMiddleware
 from tokenmill.api.server import (
     Signals,
     bind,
@@ -74,7 +74,7 @@ async def _run(
             await signals.interrupt(backends.start())
             gc.freeze()  # the app lives as long as the process: do not scan it
             async with (
-                listening(Front(app, state.keys, state.metrics), listener, state.keys),
+                listening(CallMiddleware(app, state.keys, state.metrics), listener, state.keys),
                 logging_stats(config, state.metrics, lambda: routed_stats(state)),
             ):
                 if on_listening is not None:

@@ -18,7 +18,7 @@ from tokenmill.core.types import Branch, Channels, FreeText, ReasoningMarks
 from tokenmill.text.chat_template import Message
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.message import MessageReader
-from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta, ToolCallDelta
+from tokenmill.text.parsers import ContentDelta, FoundCallDelta, MessageEvent, ReasoningDelta
 from tokenmill.text.tokenizer import Tokenizer
 
 MAX_HEADER_TOKENS = 64  # of one section; a longer one is the text of an answer
@@ -328,14 +328,14 @@ class HarmonyReader(MessageReader):
         call_id = f"call_{uuid4().hex[:24]}"
         self._num_calls += 1
         self._called = False
-        return [ToolCallDelta(self._num_calls - 1, id=call_id, name=name)]
+        return [FoundCallDelta(self._num_calls - 1, id=call_id, name=name)]
 
     def _say(self, text: str) -> list[MessageEvent]:
         if not text:
             return []
         if self._kind == "call":
             self._called = True
-            return [ToolCallDelta(self._num_calls - 1, text)]
+            return [FoundCallDelta(self._num_calls - 1, text)]
         if self._joins:
             text, self._joins = "\n" + text, False
         self._spoken.add(self._kind)

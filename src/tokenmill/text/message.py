@@ -9,10 +9,10 @@ from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.parsers import (
     ContentDelta,
     Event,
+    FoundCallDelta,
     MessageEvent,
     ReasoningDelta,
     ReasoningParser,
-    ToolCallDelta,
     ToolParser,
 )
 
@@ -169,6 +169,6 @@ class ContentReader:
         content, calls = self._parser.parse(self._text, cut)
         events: list[Event] = [ContentDelta(content)] if content else []
         for index, call in enumerate(calls):
-            events.append(ToolCallDelta(index, id=call.id, name=call.name))
-            events.append(ToolCallDelta(index, call.arguments))
+            events.append(FoundCallDelta(index, id=call.id, name=call.name))
+            events.append(FoundCallDelta(index, call.arguments))
         return events

@@ -25,7 +25,7 @@ _OTHER_STYLES = ("<function=", "<arg_key>")  # calls that are no JSON
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class FoundCall:
     """One call; `arguments` is JSON text."""
 
     id: str
@@ -48,7 +48,7 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class FoundCallDelta:
     """The start of a call, which has id and name, or more of its arguments."""
 
     index: int
@@ -57,7 +57,7 @@ class ToolCallDelta:
     name: str | None = None
 
 
-Event = ContentDelta | ToolCallDelta
+Event = ContentDelta | FoundCallDelta
 MessageEvent = ReasoningDelta | Event
 Tags = tuple[str, str]  # what opens the reasoning, and what ends it
 
@@ -207,7 +207,7 @@ class ToolParser(ABC):
         """True once the last call that is wanted is complete."""
         return self._state == self._read_nothing
 
-    def parse(self, text: str, cut: bool = False) -> tuple[str, list[ToolCall]]:
+    def parse(self, text: str, cut: bool = False) -> tuple[str, list[FoundCall]]:
         """(content, calls) of a whole message."""
         self._eager = self._parses_partial_calls or cut
         content, calls = "", []
@@ -215,10 +215,10 @@ class ToolParser(ABC):
             if isinstance(event, ContentDelta):
                 content += event.text
             elif event.id is not None and event.name is not None:
-                calls.append(ToolCall(event.id, event.name, ""))
+                calls.append(FoundCall(event.id, event.name, ""))
             else:
                 last = calls[-1]
-                calls[-1] = ToolCall(last.id, last.name, last.arguments + event.arguments)
+                calls[-1] = FoundCall(last.id, last.name, last.arguments + event.arguments)
         return content, calls
 
     def push(self, delta: str) -> list[Event]:
@@ -334,12 +334,12 @@ class ToolParser(ABC):
 
     def _open_call(self, name: str) -> None:
         call_id = f"call_{uuid4().hex[:24]}"
-        self._events.append(ToolCallDelta(self._num_calls, id=call_id, name=name))
+        self._events.append(FoundCallDelta(self._num_calls, id=call_id, name=name))
         self._num_calls += 1
 
     def _arguments(self, text: str) -> None:
         if text:
-            self._events.append(ToolCallDelta(self._num_calls - 1, text))
+            self._events.append(FoundCallDelta(self._num_calls - 1, text))
 
     def _content(self, text: str) -> None:
         if not text:

@@ -15,7 +15,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FetchTarget:
     """A URL that may be fetched."""
 
     url: SplitResult
@@ -53,13 +53,13 @@ class AllowedHosts:
                 f"http://10.0.0.5:9000, got {wrong[0]!r}"
             )
 
-    def check(self, url: str) -> Target:
+    def check(self, url: str) -> FetchTarget:
         """What a URL refers to; ImageError where it may not be fetched."""
         parts = _split(url)
         host = (parts.hostname or "").rstrip(".").lower()
         port = parts.port or _PORTS.get(parts.scheme, 0)
         if (parts.scheme, host, port) in self._origins:
-            return Target(parts, host, port, may_be_private=True)
+            return FetchTarget(parts, host, port, may_be_private=True)
         if not self._origins and not self._names:
             name = host or "HOST"
             wanted = name if parts.scheme == "https" else f"{parts.scheme}://{name}:{port}"
@@ -74,7 +74,7 @@ class AllowedHosts:
                 f"the host {host[:80]!r} is not one of those that images are fetched from "
                 "(--image-host); send a data: URL"
             )
-        return Target(parts, host, port, may_be_private=False)
+        return FetchTarget(parts, host, port, may_be_private=False)
 
     def _is_allowed(self, host: str) -> bool:
         if not host:
@@ -83,7 +83,7 @@ class AllowedHosts:
         return not self._names.isdisjoint(("*", host, *parents))
 
 
-def check_address(target: Target, address: str) -> None:
+def check_address(target: FetchTarget, address: str) -> None:
     """ImageError for an address that is not public, unless the operator has named the origin."""
     if target.may_be_private or is_public(address):
         return

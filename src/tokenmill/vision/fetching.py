@@ -18,14 +18,14 @@ from urllib.parse import urljoin
 
 from tokenmill.core.types import ImageError, LargeImageError, TokenmillError
 from tokenmill.http_connection import Headers, HttpConnection, connect
-from tokenmill.vision.addresses import AllowedHosts, Target, check_address
+from tokenmill.vision.addresses import AllowedHosts, FetchTarget, check_address
 
 MAX_REDIRECTS = 3
 Grow = Callable[[int], Awaitable[None]]
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
-class Room(Protocol):
+class FetchRoom(Protocol):
     """Memory for one file."""
 
     async def grow(self, num_bytes: int) -> None:
@@ -40,7 +40,7 @@ class Boundless:
 
 
 async def fetch(
-    url: str, allowed: AllowedHosts, max_bytes: int, timeout_s: float, room: Room
+    url: str, allowed: AllowedHosts, max_bytes: int, timeout_s: float, room: FetchRoom
 ) -> bytes:
     """The body behind a URL, which is read once there is room for it; ImageError: there is none."""
     try:
@@ -68,7 +68,7 @@ async def _follow(url: str, allowed: AllowedHosts, max_bytes: int, grow: Grow) -
     raise ImageError(f"its URL leads to more than {MAX_REDIRECTS} redirects")
 
 
-async def _get(target: Target, max_bytes: int, grow: Grow) -> _Download:
+async def _get(target: FetchTarget, max_bytes: int, grow: Grow) -> _Download:
     address, tls = await _resolve(target), _tls() if target.is_tls else None
     download = await connect(lambda: _Download(max_bytes), address, tls, target.host)
     try:
@@ -90,7 +90,7 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def _resolve(target: Target) -> tuple[str, int]:
+async def _resolve(target: FetchTarget) -> tuple[str, int]:
     """The first address of a host; all of them must be allowed."""
     loop = asyncio.get_running_loop()
     try:

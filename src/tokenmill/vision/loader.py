@@ -16,16 +16,16 @@ from hashlib import blake2b
 
 from tokenmill.core.images import ImageInput, LoaderStats
 from tokenmill.core.vision_config import VisionConfig
-from tokenmill.vision.fetching import Boundless, Room
+from tokenmill.vision.fetching import Boundless, FetchRoom
 from tokenmill.vision.image_maker import ImageMaker
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from tokenmill.vision.sources import ImageSources
 
 Key = tuple[bytes, PixelLimits]
-MakeRoom = Callable[[], AbstractContextManager[Room]]
+MakeRoom = Callable[[], AbstractContextManager[FetchRoom]]
 
 
-def boundless() -> AbstractContextManager[Room]:
+def boundless() -> AbstractContextManager[FetchRoom]:
     """Room for any file."""
     return nullcontext(Boundless())
 
@@ -69,7 +69,7 @@ class ImageLoader:
         self._maker.close()
         self._threads.shutdown()
 
-    async def _read(self, url: str, room: Room) -> tuple[bytes, bytes]:
+    async def _read(self, url: str, room: FetchRoom) -> tuple[bytes, bytes]:
         loop = asyncio.get_running_loop()
         if self._sources.is_remote(url):
             data = await self._sources.fetch(url, room)

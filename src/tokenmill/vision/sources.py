@@ -12,7 +12,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from tokenmill.core.types import ImageError, TokenmillError
 from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.addresses import AllowedHosts
-from tokenmill.vision.fetching import Boundless, Room, fetch, too_large
+from tokenmill.vision.fetching import Boundless, FetchRoom, fetch, too_large
 
 
 class ImageSources:
@@ -34,7 +34,7 @@ class ImageSources:
         """True for the URL of a file of this host."""
         return url[:5].lower() == "file:"
 
-    async def fetch(self, url: str, room: Room | None = None) -> bytes:
+    async def fetch(self, url: str, room: FetchRoom | None = None) -> bytes:
         """The file behind an http or https URL."""
         return await fetch(
             url, self._allowed, self._max_bytes, self._timeout_s, room or Boundless()

@@ -30,7 +30,7 @@ from tokenmill.api.bodies.body_processes import (
 from tokenmill.api.errors import unknown_model
 from tokenmill.api.middleware import take_turn
 from tokenmill.api.protocol.decoding import IgnoredFields
-from tokenmill.api.protocol.prepare import Job, Preparer
+from tokenmill.api.protocol.prepare import PreparedCall, Preparer
 from tokenmill.api.stream import ApiState, Format, GenerationResponse
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.images import ImageInput
@@ -54,7 +54,7 @@ Reader = Callable[[bytes, Preparer, str], Awaitable[T]]  # of a body for the mod
 class ReadCall:
     """A call that can be submitted, and how its answer is written."""
 
-    job: Job
+    job: PreparedCall
     form: Format
     streams: bool
     parsed_ns: int  # when the body was known to be valid

@@ -17,7 +17,7 @@ from tokenmill.api.access import Calls, Place, read_body
 from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.keys import Keys, caller, overseer
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
-from tokenmill.api.protocol.answers import ModelCard, ModelList, Service
+from tokenmill.api.protocol.answers import ModelCard, ModelList, ServiceInfo
 from tokenmill.api.routes import MODEL, MODELS
 from tokenmill.api.telemetry.dashboard import JobsView, add_job_page
 from tokenmill.api.telemetry.job_metrics import JobMetrics
@@ -87,7 +87,7 @@ def base_app(
     def fault() -> ApiError | None:
         return None if pool.ready else no_worker()
 
-    service = Service(service="tokenmill", version=__version__)
+    service = ServiceInfo(service="tokenmill", version=__version__)
     add_operations(app, keys, calls, fault, metrics, service)
 
     return app

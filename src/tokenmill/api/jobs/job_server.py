@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from tokenmill.api.access import Calls
 from tokenmill.api.keys import Keys, open_keys
-from tokenmill.api.middleware import CallCounter, Front
+from tokenmill.api.middleware import CallCounter, CallMiddleware
 from tokenmill.api.server import (
     GAVE_UP,
     ServerError,
@@ -85,7 +85,7 @@ async def _run(
             return
         service = await make_service(keys, pool)
         gc.freeze()  # the app lives as long as the process: do not scan it
-        front = Front(service.app, keys, service.metrics, streams=False)
+        front = CallMiddleware(service.app, keys, service.metrics, streams=False)
         async with listening(front, listener, keys), service.running:
             on_listening(url_of(listener, keys), facts)
             ended = await signals.interrupt(pool.gave_up.wait())

@@ -9,26 +9,26 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType, field
 
 from tokenmill.api.errors import MESSAGES_PATH, ApiError
-from tokenmill.api.generation import TextDelta
-from tokenmill.api.protocol.answers import Answer, Usage, UsageReceipt, json_encode
+from tokenmill.api.open_call import TextDelta
+from tokenmill.api.protocol.answers import AnswerSchema, Usage, UsageReceipt, json_encode
 from tokenmill.api.protocol.format_stream import typed_event
-from tokenmill.api.protocol.prepare import Job
-from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta, ToolCallDelta
+from tokenmill.api.protocol.prepare import PreparedCall
+from tokenmill.text.parsers import ContentDelta, FoundCallDelta, MessageEvent, ReasoningDelta
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
 ]
 
 
-class ThinkingTokens(Answer, kw_only=True):
+class ThinkingTokens(AnswerSchema, kw_only=True):
     thinking_tokens: int = 0
 
 
-class ImageTokens(Answer, kw_only=True):
+class ImageTokens(AnswerSchema, kw_only=True):
     image_tokens: int
 
 
-class MessageUsage(Answer, kw_only=True):
+class MessageUsage(AnswerSchema, kw_only=True):
     """The prompt is the sum of the first three; its images' tokens are among these."""
 
     input_tokens: int
@@ -40,22 +40,22 @@ class MessageUsage(Answer, kw_only=True):
     receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
 
 
-class TextAnswer(Answer, kw_only=True, tag_field="type", tag="text"):
+class TextAnswer(AnswerSchema, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
-class ThinkingAnswer(Answer, kw_only=True, tag_field="type", tag="thinking"):
+class ThinkingAnswer(AnswerSchema, kw_only=True, tag_field="type", tag="thinking"):
     thinking: str
     signature: str = ""
 
 
-class ToolUseAnswer(Answer, kw_only=True, tag_field="type", tag="tool_use"):
+class ToolUseAnswer(AnswerSchema, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any] = field(default_factory=dict)
 
 
-class MessageAnswer(Answer, kw_only=True):
+class MessageAnswer(AnswerSchema, kw_only=True):
     """The answer to POST /v1/messages."""
 
     id: str
@@ -68,13 +68,13 @@ class MessageAnswer(Answer, kw_only=True):
     usage: MessageUsage
 
 
-class MessageStreamEvent(Answer, kw_only=True):
+class MessageStreamEvent(AnswerSchema, kw_only=True):
     """One event of a streamed message; the other fields depend on its type."""
 
     type: str
 
 
-class TokenCountAnswer(Answer, kw_only=True):
+class TokenCountAnswer(AnswerSchema, kw_only=True):
     """The answer to POST /v1/messages/count_tokens."""
 
     input_tokens: int
@@ -105,7 +105,9 @@ class MessageFormat:
 
     counts = False
 
-    def __init__(self, job: Job, model: str, hides_thinking: bool, fills_context: bool) -> None:
+    def __init__(
+        self, job: PreparedCall, model: str, hides_thinking: bool, fills_context: bool
+    ) -> None:
         self._message_id = job.job_id
         self._model = model
         self._hides_thinking = hides_thinking
@@ -182,11 +184,11 @@ class MessageFormat:
                 return self._add_thinking(text)
             case ContentDelta(text=text):
                 return self._add_text(text)
-            case ToolCallDelta(id=str(call_id), name=str(name)):
+            case FoundCallDelta(id=str(call_id), name=str(name)):
                 tool_use_id = "toolu_" + call_id.removeprefix("call_")
                 block = ToolUseAnswer(id=tool_use_id, name=name)
                 return self._open(block) + self._add_arguments(part.arguments)
-            case ToolCallDelta(arguments=text):
+            case FoundCallDelta(arguments=text):
                 return self._add_arguments(text)
 
     def _add_thinking(self, text: str) -> bytes:

@@ -11,20 +11,20 @@ FinishText = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
-class Answer(msgspec.Struct):
+class AnswerSchema(msgspec.Struct):
     """Base of every struct the server fills."""
 
 
-class PromptTokensDetails(Answer, kw_only=True):
+class PromptTokensDetails(AnswerSchema, kw_only=True):
     cached_tokens: int = 0
     image_tokens: int | UnsetType = UNSET  # of prompts with images
 
 
-class CompletionTokensDetails(Answer, kw_only=True):
+class CompletionTokensDetails(AnswerSchema, kw_only=True):
     reasoning_tokens: int = 0
 
 
-class UsageReceipt(Answer, kw_only=True):
+class UsageReceipt(AnswerSchema, kw_only=True):
     """GPU time that was taken, by what for; on CPU it is the time of workers."""
 
     gpu_seconds: float  # the sum of the next three
@@ -35,7 +35,7 @@ class UsageReceipt(Answer, kw_only=True):
     usd: float | UnsetType = UNSET  # of gpu_seconds, where the server has a price
 
 
-class Usage(Answer, kw_only=True):
+class Usage(AnswerSchema, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
@@ -44,7 +44,7 @@ class Usage(Answer, kw_only=True):
     receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
 
 
-class TopLogprob(Answer, kw_only=True):
+class TopLogprob(AnswerSchema, kw_only=True):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -54,12 +54,12 @@ class ChatLogprob(TopLogprob, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer, kw_only=True):
+class ChatLogprobs(AnswerSchema, kw_only=True):
     content: list[ChatLogprob]
     refusal: None = None
 
 
-class PromptLogprob(Answer, kw_only=True):
+class PromptLogprob(AnswerSchema, kw_only=True):
     """A token at a position of the prompt; ranks begin at 1."""
 
     logprob: float
@@ -70,18 +70,18 @@ class PromptLogprob(Answer, kw_only=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class FunctionCall(Answer, kw_only=True):
+class FunctionCall(AnswerSchema, kw_only=True):
     name: str
     arguments: str  # JSON text
 
 
-class ToolCall(Answer, kw_only=True):
+class ToolCall(AnswerSchema, kw_only=True):
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
 
 
-class ChatMessage(Answer, kw_only=True):
+class ChatMessage(AnswerSchema, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
@@ -89,7 +89,7 @@ class ChatMessage(Answer, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Answer, kw_only=True):
+class ChatChoice(AnswerSchema, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -98,7 +98,7 @@ class ChatChoice(Answer, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(AnswerSchema, kw_only=True):
     """The answer to POST /v1/chat/completions."""
 
     id: str
@@ -111,26 +111,26 @@ class ChatCompletion(Answer, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class FunctionCallDelta(Answer, kw_only=True):
+class FunctionCallDelta(AnswerSchema, kw_only=True):
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
-class ToolCallDelta(Answer, kw_only=True):
+class ToolCallDelta(AnswerSchema, kw_only=True):
     index: int
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: FunctionCallDelta
 
 
-class ChatDelta(Answer, kw_only=True):
+class ChatDelta(AnswerSchema, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Answer, kw_only=True):
+class ChatChunkChoice(AnswerSchema, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -139,7 +139,7 @@ class ChatChunkChoice(Answer, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Answer, kw_only=True):
+class ChatCompletionChunk(AnswerSchema, kw_only=True):
     """One event of a streamed chat completion."""
 
     id: str
@@ -151,14 +151,14 @@ class ChatCompletionChunk(Answer, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionLogprobs(Answer, kw_only=True):
+class CompletionLogprobs(AnswerSchema, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Answer, kw_only=True):
+class CompletionChoice(AnswerSchema, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -169,7 +169,7 @@ class CompletionChoice(Answer, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(Answer, kw_only=True):
+class Completion(AnswerSchema, kw_only=True):
     """The answer to POST /v1/completions; streamed events have the same shape."""
 
     id: str
@@ -180,7 +180,7 @@ class Completion(Answer, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ModelCard(Answer, kw_only=True):
+class ModelCard(AnswerSchema, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -190,23 +190,23 @@ class ModelCard(Answer, kw_only=True):
     max_model_len: int
 
 
-class ModelList(Answer, kw_only=True):
+class ModelList(AnswerSchema, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class TokenizeAnswer(Answer, kw_only=True):
+class TokenizeAnswer(AnswerSchema, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class DetokenizeAnswer(Answer, kw_only=True):
+class DetokenizeAnswer(AnswerSchema, kw_only=True):
     prompt: str
 
 
-class TokenizerInfo(Answer, kw_only=True):
+class TokenizerInfo(AnswerSchema, kw_only=True):
     """The answer to GET /tokenizer_info: what clients that count tokens themselves ask for."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
@@ -219,11 +219,11 @@ class TokenizerInfo(Answer, kw_only=True):
     model_max_length: int
 
 
-class Health(Answer, kw_only=True):
+class Health(AnswerSchema, kw_only=True):
     status: Literal["ok"] = "ok"
 
 
-class Service(Answer, kw_only=True):
+class ServiceInfo(AnswerSchema, kw_only=True):
     """The answer to GET /: who this is, and where the rest is."""
 
     service: str
@@ -235,30 +235,30 @@ class Service(Answer, kw_only=True):
     health: str = "/health"
 
 
-class Version(Answer, kw_only=True):
+class Version(AnswerSchema, kw_only=True):
     version: str
 
 
-class ErrorBody(Answer, kw_only=True):
+class ErrorBody(AnswerSchema, kw_only=True):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorAnswer(Answer, kw_only=True):
+class ErrorAnswer(AnswerSchema, kw_only=True):
     """Every error, whatever its status."""
 
     error: ErrorBody
 
 
-class MessagesError(Answer, kw_only=True):
+class MessagesError(AnswerSchema, kw_only=True):
     type: str
     message: str
     details: dict[str, str] | UnsetType = UNSET
 
 
-class MessagesErrorAnswer(Answer, kw_only=True):
+class MessagesErrorAnswer(AnswerSchema, kw_only=True):
     """Every error of Anthropic's API, whatever its status."""
 
     type: Literal["error"] = "error"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.api.generation import TextDelta
+from tokenmill.api.open_call import TextDelta
 from tokenmill.api.protocol.answers import (
     Completion,
     CompletionChoice,
@@ -11,7 +11,7 @@ from tokenmill.api.protocol.answers import (
 )
 from tokenmill.api.protocol.format_stream import EventFrame, UsageIn
 from tokenmill.api.protocol.logprobs import completion_logprobs, prompt_logprobs
-from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.prepare import PreparedCall
 from tokenmill.core.types import TokenLogprobs
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ class CompletionFormat:
     """Formats one text completion call; `echo` puts the prompt before the text."""
 
     def __init__(
-        self, job: Job, model: str, tokenizer: Tokenizer, usage_in: UsageIn, echo: bool
+        self, job: PreparedCall, model: str, tokenizer: Tokenizer, usage_in: UsageIn, echo: bool
     ) -> None:
         self._job = job
         self._model = model

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.answers import Usage, json_encode
-from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.prepare import PreparedCall
 
 UsageIn = Literal["none", "end", "every"]  # the events that say how many tokens there are
 DONE = b"data: [DONE]\n\n"
@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 class EventFrame:
     """The bytes before and after the choices of an event."""
 
-    def __init__(self, job: Job, model: str, kind: str, usage_in: UsageIn) -> None:
+    def __init__(self, job: PreparedCall, model: str, kind: str, usage_in: UsageIn) -> None:
         self._usage_in = usage_in
         identity = b'"id":%b,"object":%b,"created":%d,"model":%b' % (
             json_encode(job.job_id),

@@ -16,7 +16,15 @@ import msgspec
 from tokenmill.api.errors import context_exceeded
 from tokenmill.api.protocol.decoding import IgnoredFields
 from tokenmill.api.protocol.images import load_images, mark_images, wanted_images
-from tokenmill.api.protocol.output import MakeReader, Prompt, harmony_effort, plan_output
+from tokenmill.api.protocol.output import (
+    MakeReader,
+    Prompt,
+    effort_budget,
+    harmony_effort,
+    limited,
+    plan_output,
+    settle_reasoning,
+)
 from tokenmill.api.protocol.requests import (
     INT64_MAX,
     SAMPLING_FIELDS,
@@ -24,13 +32,12 @@ from tokenmill.api.protocol.requests import (
     WITHOUT_EFFECT_IN_MESSAGES,
     ChatCompletionRequest,
     CompletionRequest,
-    GenerationRequest,
     Message,
     PixelBounds,
+    TextRequest,
     TokenizeRequest,
 )
 from tokenmill.api.protocol.structured import structured_output
-from tokenmill.api.protocol.thinking import effort_budget, limited, settle_reasoning
 from tokenmill.api.protocol.tools import ToolUse, plan_tool_use, write_tools
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.types import (
@@ -66,7 +73,7 @@ _RESERVED_KWARGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedCall:
     """One API call, ready for the engine: requests[i * n + j] is choice j of prompts[i]."""
 
     job_id: str
@@ -144,7 +151,7 @@ class Preparer:
 
     async def chat(
         self, call: ChatCompletionRequest, prefix: str = "chatcmpl-", clamps: bool = False
-    ) -> Job:
+    ) -> PreparedCall:
         """Render the messages, tokenise them and constrain the answer as tools require.
 
         The job's id begins with `prefix`. `clamps`: a max_tokens over what is left of the context
@@ -216,7 +223,7 @@ class Preparer:
         except ModelLoadError as error:
             raise InvalidRequestError(str(error), "chat_template") from None
 
-    def _truncated(self, prompt: Prompt, call: GenerationRequest, max_tokens: int | None) -> Prompt:
+    def _truncated(self, prompt: Prompt, call: TextRequest, max_tokens: int | None) -> Prompt:
         """The last tokens of a prompt, as many as the call asks for."""
         size = call.truncate_prompt_tokens
         if size is None:
@@ -253,7 +260,7 @@ class Preparer:
         images = await load_images(wanted, loader, self.max_model_len, self._image_room)
         return Prompt.of(text, *place_images(token_ids, images, loader.processor))
 
-    async def completion(self, call: CompletionRequest) -> Job:
+    async def completion(self, call: CompletionRequest) -> PreparedCall:
         """Tokenise every prompt of a text completion."""
         if call.best_of is not None and call.best_of != (call.n or 1):
             raise InvalidRequestError(
@@ -388,7 +395,7 @@ class Preparer:
                 self.ignored.note([name])
         return given | (call.chat_template_kwargs or {})
 
-    def _note_ignored(self, call: GenerationRequest) -> None:
+    def _note_ignored(self, call: TextRequest) -> None:
         """Tell once about the fields of a call that change nothing."""
         without = WITHOUT_EFFECT + (() if self._style.reasons else ("thinking_token_budget",))
         self.ignored.note(name for name in without if getattr(call, name) is not None)
@@ -433,7 +440,7 @@ class Preparer:
 
     def _sampling(
         self,
-        call: GenerationRequest,
+        call: TextRequest,
         *,
         max_tokens: int,
         logprobs: int | None,
@@ -457,7 +464,7 @@ class Preparer:
         )
 
     def _ruled(
-        self, structured: StructuredOutput | None, call: GenerationRequest
+        self, structured: StructuredOutput | None, call: TextRequest
     ) -> StructuredOutput | None:
         """The constraint with the tokens that the call allows or forbids."""
         if not call.bad_words and call.allowed_token_ids is None:
@@ -493,10 +500,10 @@ class Preparer:
     def _job(
         self,
         prefix: str,
-        call: GenerationRequest,
+        call: TextRequest,
         prompts: list[Prompt],
         samplings: list[SamplingParams],
-    ) -> Job:
+    ) -> PreparedCall:
         if call.priority and not self._config.client_priority:
             message = "priority: this server takes none from clients; leave it out, or start the "
             raise InvalidRequestError(message + "server with --client-priority", "priority")
@@ -521,7 +528,7 @@ class Preparer:
         token_ids = bool(call.return_token_ids)
         self._note_ignored(call)
         shown = call.prompt_logprobs
-        return Job(
+        return PreparedCall(
             job_id,
             int(time.time()),
             prompts,
@@ -534,7 +541,7 @@ class Preparer:
         )
 
 
-def _prompt_logprobs(call: GenerationRequest) -> int | None:
+def _prompt_logprobs(call: TextRequest) -> int | None:
     if call.prompt_logprobs is not None and call.stream:
         raise InvalidRequestError(
             "prompt_logprobs is not available when stream is true; send stream false, or leave "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType
 
-from tokenmill.api.protocol.answers import Answer, UsageReceipt
+from tokenmill.api.protocol.answers import AnswerSchema, UsageReceipt
 from tokenmill.core.cost import Cost, usd_of
 from tokenmill.workers.accounts import AccountsView
 
@@ -12,7 +12,7 @@ DIGITS = 9  # of seconds: nanoseconds
 USD_DIGITS = 12
 
 
-class KeyReceipt(Answer, kw_only=True):
+class KeyReceipt(AnswerSchema, kw_only=True):
     """What the requests of one API key took, those that run included."""
 
     key: str  # the hash that log lines show, never the key
@@ -20,13 +20,13 @@ class KeyReceipt(Answer, kw_only=True):
     receipt: UsageReceipt
 
 
-class RequestReceipt(Answer, kw_only=True):
+class RequestReceipt(AnswerSchema, kw_only=True):
     request_id: str
     key: str
     receipt: UsageReceipt
 
 
-class Receipts(Answer, kw_only=True):
+class Receipts(AnswerSchema, kw_only=True):
     """The answer to GET /workers/receipts: the keys' gpu_seconds, idle and untold are all."""
 
     price_per_gpu_hour: float | None

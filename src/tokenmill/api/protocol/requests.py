@@ -98,7 +98,7 @@ class AnswerText(Schema, kw_only=True, tag_field="type", tag="text"):
     cache_control: Any = None
 
 
-class Refusal(Schema, kw_only=True, tag_field="type", tag="refusal"):
+class RefusalPart(Schema, kw_only=True, tag_field="type", tag="refusal"):
     refusal: str
 
 
@@ -146,7 +146,7 @@ class UserMessage(Schema, kw_only=True, tag_field="role", tag="user"):
 class AssistantMessage(Schema, kw_only=True, tag_field="role", tag="assistant"):
     """An earlier answer, with whatever clients keep of it."""
 
-    content: str | list[AnswerText | Refusal] | None = None
+    content: str | list[AnswerText | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[EarlierCall] | None = None
     reasoning_content: str | None = None
@@ -325,7 +325,7 @@ SamplingFields: Any = msgspec.defstruct(
 )
 
 
-class GenerationRequest(SamplingFields, Schema, kw_only=True):
+class TextRequest(SamplingFields, Schema, kw_only=True):
     """What chat and text completions have in common, with most of SamplingParams."""
 
     model: str | None = None
@@ -391,7 +391,7 @@ class GenerationRequest(SamplingFields, Schema, kw_only=True):
     vllm_xargs: Annotated[NoMembers | None, _LEAVE_OUT] = None
 
 
-class ChatCompletionRequest(GenerationRequest, kw_only=True):
+class ChatCompletionRequest(TextRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -429,7 +429,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
 
 
-class CompletionRequest(GenerationRequest, kw_only=True):
+class CompletionRequest(TextRequest, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]

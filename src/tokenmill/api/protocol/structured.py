@@ -8,10 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 from tokenmill.api.protocol.requests import (
-    GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
+    TextRequest,
 )
 from tokenmill.core.schemas.json_schema import check_depth, check_schema, enforceable, parse_json
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
@@ -20,7 +20,7 @@ _LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-def structured_output(call: GenerationRequest) -> StructuredOutput | None:
+def structured_output(call: TextRequest) -> StructuredOutput | None:
     """The one constraint that the call sets; two are refused."""
     found: dict[str, StructuredOutput] = {}
     match call.response_format:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from tokenmill.api.errors import ApiError
-from tokenmill.api.protocol.answers import Answer
+from tokenmill.api.protocol.answers import AnswerSchema
 from tokenmill.api.protocol.requests import INT64_MAX, Schema
 from tokenmill.core.jobs.rank_job import RankJob, RankScores
 
@@ -57,7 +57,7 @@ class RankCall(Schema, kw_only=True):
     binary: bool = False  # scores as bytes of float32, item_ids as bytes of int64
 
 
-class RankResult(Answer, kw_only=True):
+class RankResult(AnswerSchema, kw_only=True):
     """The scores of one user: in the order of the candidates, or with top_k of the best."""
 
     index: int  # in users
@@ -71,13 +71,13 @@ class RankResult(Answer, kw_only=True):
     run_ms: float
 
 
-class RankUsage(Answer, kw_only=True):
+class RankUsage(AnswerSchema, kw_only=True):
     num_users: int
     num_candidates: int
     num_tokens: int
 
 
-class RankAnswer(Answer, kw_only=True):
+class RankAnswer(AnswerSchema, kw_only=True):
     """The answer to POST /v1/rank."""
 
     id: str

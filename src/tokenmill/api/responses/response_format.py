@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import UNSET
 
 from tokenmill.api.errors import ApiError
-from tokenmill.api.generation import TextDelta
+from tokenmill.api.open_call import TextDelta
 from tokenmill.api.protocol.answers import ChatLogprob, Usage, json_encode
 from tokenmill.api.protocol.format_stream import typed_event
 from tokenmill.api.protocol.logprobs import chat_logprobs
@@ -33,7 +33,7 @@ from tokenmill.api.responses.response_object import (
 )
 from tokenmill.api.responses.response_tools import namespaced
 from tokenmill.sched.trackers import LOOP
-from tokenmill.text.parsers import ContentDelta, MessageEvent, ReasoningDelta, ToolCallDelta
+from tokenmill.text.parsers import ContentDelta, FoundCallDelta, MessageEvent, ReasoningDelta
 from tokenmill.text.tokenizer import Tokenizer
 
 OnEnd = Callable[[ResponseObject], None]
@@ -132,7 +132,7 @@ class ResponseFormat:
                 return self._add_reasoning(text)
             case ContentDelta(text=text):
                 return self._add_text(text, self._logprobs(delta))
-            case ToolCallDelta(id=str(call_id), name=str(name)):
+            case FoundCallDelta(id=str(call_id), name=str(name)):
                 space, own = self._namespaced.get(name, (UNSET, name))
                 item = FunctionCallItem(
                     id=new_id(FunctionCallItem),
@@ -143,7 +143,7 @@ class ResponseFormat:
                     status="in_progress",
                 )
                 return self._open(item) + self._add_arguments(part.arguments)
-            case ToolCallDelta(arguments=text):
+            case FoundCallDelta(arguments=text):
                 return self._add_arguments(text)
 
     def _add_reasoning(self, text: str) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType, field
 
-from tokenmill.api.protocol.answers import Answer, Usage, UsageReceipt
+from tokenmill.api.protocol.answers import AnswerSchema, Usage, UsageReceipt
 from tokenmill.api.responses.response_items import Item, OutputItem
 from tokenmill.api.responses.response_request import (
     PlainText,
@@ -26,17 +26,17 @@ CutReason = Literal["max_output_tokens", "repetition_detected"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class InputTokensDetails(Answer, kw_only=True):
+class InputTokensDetails(AnswerSchema, kw_only=True):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
     image_tokens: int | UnsetType = UNSET  # of prompts with images
 
 
-class OutputTokensDetails(Answer, kw_only=True):
+class OutputTokensDetails(AnswerSchema, kw_only=True):
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(Answer, kw_only=True):
+class ResponseUsage(AnswerSchema, kw_only=True):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -45,16 +45,16 @@ class ResponseUsage(Answer, kw_only=True):
     receipt: UsageReceipt | UnsetType = UNSET  # where the call asks for it
 
 
-class ResponseFault(Answer, kw_only=True):
+class ResponseFault(AnswerSchema, kw_only=True):
     code: FaultCode
     message: str
 
 
-class IncompleteDetails(Answer, kw_only=True):
+class IncompleteDetails(AnswerSchema, kw_only=True):
     reason: CutReason
 
 
-class ResponseObject(Answer, kw_only=True):
+class ResponseObject(AnswerSchema, kw_only=True):
     """The answer to POST /v1/responses, and what GET returns of a stored one."""
 
     id: str
@@ -87,14 +87,14 @@ class ResponseObject(Answer, kw_only=True):
     user: str | None = None
 
 
-class ResponseEvent(Answer, kw_only=True):
+class ResponseEvent(AnswerSchema, kw_only=True):
     """One event of a streamed response; the other fields depend on its type."""
 
     type: str
     sequence_number: int
 
 
-class ItemList(Answer, kw_only=True):
+class ItemList(AnswerSchema, kw_only=True):
     """The answer to GET /v1/responses/{response_id}/input_items."""
 
     object: Literal["list"] = "list"
@@ -104,13 +104,13 @@ class ItemList(Answer, kw_only=True):
     has_more: bool
 
 
-class DeletedResponse(Answer, kw_only=True):
+class DeletedResponse(AnswerSchema, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
 
 
-class InputTokens(Answer, kw_only=True):
+class InputTokens(AnswerSchema, kw_only=True):
     """The answer to POST /v1/responses/input_tokens."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"

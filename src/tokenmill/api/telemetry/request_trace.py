@@ -11,7 +11,7 @@ from types import TracebackType
 
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.answers import Usage
-from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.prepare import PreparedCall
 from tokenmill.api.telemetry.tracing import Attributes, Span, terms_of
 from tokenmill.core.types import RequestOutput
 from tokenmill.routing.router import Decision
@@ -44,7 +44,7 @@ class CallTrace:
         """End the stage `parse`: the body was read then, and valid."""
         self._stage("parse", at_ns)
 
-    def prepared(self, job: Job, model: str) -> None:
+    def prepared(self, job: PreparedCall, model: str) -> None:
         """End the stage `tokenize`, and set what was asked for."""
         self._stage("tokenize", time.monotonic_ns())
         sampling = job.requests[0].sampling
@@ -60,7 +60,7 @@ class CallTrace:
         self._span.rename(f"{self._operation} {model}")
         self._span.set(facts)
 
-    def requests(self, job: Job) -> list[RequestTrace]:
+    def requests(self, job: PreparedCall) -> list[RequestTrace]:
         """One trace for each request of a job."""
         if not self._span.recording:
             return [NO_TRACE] * len(job.requests)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenmill.api.protocol.answers import Answer
+from tokenmill.api.protocol.answers import AnswerSchema
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoParams
 
@@ -16,7 +16,7 @@ Status = Literal["queued", "in_progress", "completed", "failed"]
 FINISHED = ("completed", "failed")
 
 
-class VideoError(Answer, kw_only=True):
+class VideoError(AnswerSchema, kw_only=True):
     """Why a job failed."""
 
     code: str
@@ -53,7 +53,7 @@ class VideoRecord(msgspec.Struct, kw_only=True):
         return Request(self.id, self.prompt_token_ids, video=self.params)
 
 
-class VideoObject(Answer, kw_only=True):
+class VideoObject(AnswerSchema, kw_only=True):
     """A job as clients see it."""
 
     id: str
@@ -82,7 +82,7 @@ class VideoObject(Answer, kw_only=True):
     inference_seconds: dict[str, float]  # by part, once it is completed
 
 
-class VideoList(Answer, kw_only=True):
+class VideoList(AnswerSchema, kw_only=True):
     """A page of jobs."""
 
     object: Literal["list"] = "list"
@@ -92,7 +92,7 @@ class VideoList(Answer, kw_only=True):
     has_more: bool = False
 
 
-class DeletedVideo(Answer, kw_only=True):
+class DeletedVideo(AnswerSchema, kw_only=True):
     id: str
     object: Literal["video.deleted"] = "video.deleted"
     deleted: bool = True

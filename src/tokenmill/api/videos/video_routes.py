@@ -47,14 +47,14 @@ _FAILED_STATUS = {"invalid": 400, "out_of_memory": 400}
 _GONE = "was removed meanwhile, by a call or to make room (--video-storage); ask for it again"
 
 
-class VideoPath(answers.Answer, kw_only=True):
+class VideoPath(answers.AnswerSchema, kw_only=True):
     """Where the server has the file."""
 
     video_id: str
     video_path: str
 
 
-class VideoBytes(answers.Answer, kw_only=True):
+class VideoBytes(answers.AnswerSchema, kw_only=True):
     video_id: str
     video_bytes: str  # base64
 

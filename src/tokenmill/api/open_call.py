@@ -1,26 +1,35 @@
-"""One API call under way: engine outputs in, pieces of text out."""
+"""One API call under way: engine outputs in, pieces of text out.
+
+Most tokens of a stream add text and nothing else. Their events are written where the worker's
+message is read (`DirectText`): no task is woken, and no layer of the app is passed. Everything else
+goes the way of ASGI.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 from tokenmill.api.call import CallRecord
+from tokenmill.api.connection import ChunkWriter
 from tokenmill.api.errors import of_output
 from tokenmill.api.protocol.answers import (
     CompletionTokensDetails,
     FinishText,
     Usage,
+    json_encode,
     usage_of,
 )
-from tokenmill.api.protocol.prepare import Job
+from tokenmill.api.protocol.prepare import PreparedCall
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from tokenmill.text.detokenize import Detokenizer, StopTable
 from tokenmill.text.message import MessageReader
 from tokenmill.text.parsers import ContentDelta, MessageEvent
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import JsonPieces, Tokenizer
 
 _FINISH: dict[FinishReason, FinishText] = {
     FinishReason.STOP: "stop",
@@ -65,7 +74,7 @@ def join_deltas(deltas: list[TextDelta]) -> TextDelta:
     )
 
 
-class Choice:
+class OpenChoice:
     """One engine request: its detokeniser, its clock and its counts."""
 
     __slots__ = (
@@ -86,7 +95,7 @@ class Choice:
         tokenizer: Tokenizer,
         request: Request,
         stops: StopTable | None,
-        job: Job,
+        job: PreparedCall,
         streams: bool,
     ) -> None:
         sampling = request.sampling
@@ -176,16 +185,18 @@ class Choice:
         return token_ids
 
 
-class Generation:
+class OpenCall:
     """The choices of one job."""
 
     def __init__(
-        self, job: Job, tokenizer: Tokenizer, metrics: ServerMetrics, streams: bool
+        self, job: PreparedCall, tokenizer: Tokenizer, metrics: ServerMetrics, streams: bool
     ) -> None:
         self.job = job
         self.metrics = metrics
         stops = StopTable.of(job.requests[0].sampling.stop)  # every choice has the same
-        self.choices = [Choice(tokenizer, request, stops, job, streams) for request in job.requests]
+        self.choices = [
+            OpenChoice(tokenizer, request, stops, job, streams) for request in job.requests
+        ]
         self._num_cached = [0] * len(job.requests)
         self.num_open = len(job.requests)
         self.stopped: list[str] = []  # ended by a stop string, still running in the engine
@@ -258,8 +269,94 @@ class Generation:
             waited_ns = output.scheduled_ns - self.job.requests[index].arrival_ns
             self.metrics.queue_s.observe(max(waited_ns, 0) / 1e9)
 
-    def _finish(self, choice: Choice, index: int, reason: str) -> None:
+    def _finish(self, choice: OpenChoice, index: int, reason: str) -> None:
         choice.finished, choice.reason = True, reason
         self.num_open -= 1
         num_prompt = len(self.job.requests[index].prompt_token_ids)
         self.metrics.finish(choice.times, num_prompt, reason)
+
+
+LONG_PIECE = 128  # bytes of JSON; no table has the sizes of longer ones
+
+
+@runtime_checkable
+class PlainFormat(Protocol):
+    """A format whose events of plain text are a JSON string between two constants."""
+
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None: ...
+
+
+class DirectText:
+    """Takes the tokens of one call's plain choices while its task waits for outputs.
+
+    Most steps give one token to the only choice of a call. Its event is joined from constants: the
+    frame is the stream's, and the JSON of a token's text the tokenizer's.
+    """
+
+    __slots__ = (
+        *("_pieces", "_flow", "_text", "_heads", "_before", "_after", "_transport"),
+        *("_metrics", "_times", "_choice", "_around", "_form", "_call", "_writer"),
+    )
+
+    def __init__(self, call: OpenCall, form: PlainFormat, writer: ChunkWriter) -> None:
+        self._call = call
+        self._form = form
+        self._writer = writer
+        self._around: list[tuple[bytes, bytes] | None] = [None] * len(call.choices)
+        self._flow, self._transport = writer.flow, writer.transport
+        self._before = self._after = b""
+        self._heads: list[bytes] = []  # of chunks, by the size of a piece
+        self._choice = call.choices[0]
+        self._times = self._choice.times
+        self._text = self._choice.text_stream
+        self._pieces: JsonPieces | None = None  # of an only choice that is plain
+        self._metrics = call.metrics
+
+    def write_one(self, token_ids: list[int], now_ns: int) -> bool:
+        """Write the event of an only choice's tokens; False: nothing was done with them."""
+        pieces = self._pieces
+        if pieces is None or len(token_ids) != 1 or self._text.held:
+            return self.write({0: token_ids}, now_ns)
+        piece = pieces[token_ids[0]]
+        if not 0 < len(piece) < LONG_PIECE:
+            return self.write({0: token_ids}, now_ns)
+        if self._flow.write_paused:
+            return False
+        parts = (self._heads[len(piece)], self._before, piece, self._after)
+        self._transport.write(b"".join(parts))
+        self._metrics.later_output(self._times, now_ns, 1)
+        self._choice.num_tokens += 1
+        return True
+
+    def write(self, tokens: dict[int, list[int]], now_ns: int) -> bool:
+        """Write the events of tokens, by choice; False: nothing was done with them."""
+        if not self._writer.can_write():
+            return False
+        for index in tokens:
+            if self._around[index] is None and not self._begin(index):
+                return False
+        body = b""
+        for index, token_ids in tokens.items():
+            text, around = self._call.extend(index, token_ids, now_ns), self._around[index]
+            if text and around is not None:
+                body += b"%b%b%b" % (around[0], json_encode(text), around[1])
+        if body:
+            self._writer.write(body)
+        return True
+
+    def _begin(self, index: int) -> bool:
+        """Look whether the events of a choice are plain by now."""
+        if self._call.choices[index].is_plain and self._writer.has_begun():
+            self._around[index] = self._form.around_text(index)
+        around = self._around[index]
+        if around is not None and len(self._around) == 1:
+            self._before, self._after = around[0], around[1] + b"\r\n"
+            self._heads = _chunk_heads(len(around[0]) + len(around[1]))
+            self._pieces = self._text.json_pieces
+        return around is not None
+
+
+@lru_cache(1024)
+def _chunk_heads(size: int) -> list[bytes]:
+    """The first lines of chunks of this size and a piece, by the size of the piece."""
+    return [b"%x\r\n" % (size + piece) for piece in range(LONG_PIECE)]
