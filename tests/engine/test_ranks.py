@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 import tiny_images
-from draft_heads import forgetful, save_head
+from draft_heads import eagle3_tensors, forgetful, look_at_newest, save_eagle3, save_head
 from driver import Answer, complete
 from light_ranks import start_light_ranks
 from tiny_configs import EXPERTS
@@ -271,6 +271,39 @@ def test_heads_and_vocabulary_of_two_ranks_give_the_same_tokens(
     for answer, other in zip(found, expected, strict=True):
         for entry, its in zip(answer.logprobs, other.logprobs, strict=True):
             assert entry.logprobs == pytest.approx(its.logprobs, abs=1e-3)
+
+
+@pytest.mark.usefixtures("light_ranks")
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("llama", {"tp": 2}),
+        ("gpt-oss", {"tp": 2, "ep": 2}),
+        ("gpt-oss", {"ep": 2}),
+        ("gpt-oss", {"ep": 2, "attention_dp": True}),
+    ],
+)
+def test_an_eagle3_head_drafts_on_two_ranks(
+    family: str, parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    """The drafts of one rank are accepted as often: the head's parts are added up."""
+    sizes = {"head_dim": 16, "hidden_size": 64, "num_hidden_layers": 4}
+    model = forgetful(tame(make_model(family, **sizes), 0.3))
+    tensors = eagle3_tensors(model, bias=True)
+    look_at_newest(tensors, model)
+    head = save_eagle3(model, tmp_path / "head", tensors)
+    folder = save(model, tmp_path / "model")
+    params = [MIXED[i % 2] for i in range(len(prompts()))]
+    with engine(folder) as plain, engine(folder, head=head) as one:
+        expected = complete(plain.engine, prompts(), params)
+        complete(one.engine, prompts(), params)
+        accepted = one.engine.stats().num_accepted
+    with engine(folder, head=head, **parallel) as two:
+        found = complete(two.engine, prompts(), params)
+        assert sum(accepted) > 0
+        if "attention_dp" not in parallel:  # there steps have other sequences
+            assert two.engine.stats().num_accepted == accepted
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
 
 
 @pytest.mark.usefixtures("light_ranks")

@@ -225,7 +225,7 @@ def load_part(
     _check_memory(spec, layout, dtype, device, cache.gpu_share)
     drafts = setup.execution.mtp > 0
     has_module = drafts and model.draft != NGRAM
-    draft_files = _open_draft(checkpoint, model, ranks) if has_module else {}  # finds a wrong one
+    draft_files = _open_draft(checkpoint, model) if has_module else {}  # finds a wrong one
     max_len = scheduler.max_model_len
     network = _load(checkpoint, dtype, max_len, device, layout, progress)
     mtp = _load_draft(draft_files, network, dtype) if has_module else None
@@ -482,7 +482,7 @@ def _load(
     return family_of(spec).model(spec, tensors, dtype, max_len, device, layout)
 
 
-def _open_draft(checkpoint: Checkpoint, model: ModelConfig, ranks: Ranks) -> DraftFiles:
+def _open_draft(checkpoint: Checkpoint, model: ModelConfig) -> DraftFiles:
     """What drafts: what --draft names, the checkpoint's own module, or one that comes with it."""
     random = model.random_weights and model.draft is None
     path, spec = checkpoint.path, checkpoint.spec
@@ -492,9 +492,6 @@ def _open_draft(checkpoint: Checkpoint, model: ModelConfig, ranks: Ranks) -> Dra
     if model.draft is not None:
         path = resolve_draft(model.draft)
         if is_eagle3(path):
-            if ranks.size > 1:
-                problem = f"an EAGLE-3 head drafts on one rank, not {ranks.size}"
-                raise ModelLoadError(f"{path}: {problem}")
             return open_eagle3(path, spec)
     elif not random and not spec.num_mtp_layers:
         shipped = shipped_mtp(path)

@@ -26,6 +26,7 @@ from tokenmill.layers.mlp import MLP
 from tokenmill.layers.residual import Residual
 from tokenmill.layers.rotary import rotary_table
 from tokenmill.models import spec_of
+from tokenmill.models.checkpoints.shards import shard
 from tokenmill.models.checkpoints.tensor_checks import check_tensors
 from tokenmill.models.checkpoints.weights import SafetensorsTensor, read_stored
 from tokenmill.models.decoder import Decoder
@@ -171,12 +172,18 @@ def _layers(
 
 
 class Eagle3Head:
-    """A Drafter, see proposer.py, over the embedding and KV cache of its model."""
+    """A Drafter, see proposer.py, over the embedding and KV cache of its model.
+
+    Ranks that divide the model's heads and vocabulary divide the head's alike.
+    """
 
     def __init__(self, files: Eagle3Files, model: Decoder, dtype: ComputeType) -> None:
         spec, device = files.spec, model.device
+        self.layout, self.ranks = model.layout, model.layout.tensor_ranks
         tensors: Tensors = {
-            name: tensor.read() for name, tensor in files.tensors.items() if name not in COPIES
+            name: shard(name, tensor.read(), spec, self.ranks)
+            for name, tensor in files.tensors.items()
+            if name not in COPIES
         }
         stream = activation_dtype(dtype)
 
@@ -188,16 +195,18 @@ class Eagle3Head:
 
         self.model, self.eps, self.layers = model, spec.rms_eps, files.layers
         self.norm_before_residual = files.norm_before_residual
-        self.num_heads, self.scale = spec.num_heads, spec.softmax_scale
+        self.num_heads, self.scale = spec.num_heads // self.ranks.size, spec.softmax_scale
         self.input_norm, self.state_norm = norm("input_layernorm"), norm("hidden_norm")
         self.norm, self.fc = norm("norm"), linear("fc")
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.out = linear("self_attn.o_proj")
-        self.mlp = MLP(norm("post_attention_layernorm"), tensors, dtype, device)
+        self.mlp = MLP(norm("post_attention_layernorm"), tensors, dtype, device, self.ranks)
         length = model.cos_sin[0].shape[0]
         self.cos_sin = rotary_table(spec.layer_ropes[0], spec.head_dim, length, device)
         self.head: Linear | None = None
+        self.vocab_size = spec.vocab_size
         if "lm_head.weight" in tensors:
+            self.vocab_size = files.tensors["lm_head.weight"].shape[0]
             plain: ComputeType = "bf16" if dtype == "fp8" else dtype
             self.head = Linear([tensors["lm_head.weight"]], [], plain, device)
         table = files.tensors.get("d2t")
@@ -220,15 +229,18 @@ class Eagle3Head:
         stream = Residual(states, self.eps)
         qkv = self.qkv(pairs)
         q = rope_and_cache(qkv, *cache, self.cos_sin, batch, self.num_heads, self.scale)
-        stream.add(self.out, paged_attention(q, *cache, batch, self.num_heads))
+        stream.add(self.out, paged_attention(q, *cache, batch, self.num_heads), self.ranks)
         self.mlp(stream)
         return stream.complete()
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, the head's vocabulary]."""
+        """[rows, hidden] -> [rows, the head's vocabulary], as the model's logits()."""
         if self.head is None:
             return self.model.score(out, self.norm)
-        return Residual(out, self.eps).project(self.norm, self.head)
+        if not (self.layout.samples or self.layout.split_heads):
+            return out.new_empty(out.shape[0], 0)
+        part = Residual(out, self.eps).project(self.norm, self.head)
+        return self.ranks.side_by_side(part, self.vocab_size)
 
     def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's ids of the head's, int32 [rows]."""
