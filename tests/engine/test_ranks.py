@@ -52,13 +52,14 @@ from tokenmill.core.video import VideoParams
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.ranks import group as group
 from tokenmill.engine.ranks import rank_messages
 from tokenmill.engine.ranks.group import side_by_side
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.ranks.rank_messages import Message, RankState
 from tokenmill.engine.ranks.rebalance import Rebalancer
-from tokenmill.engine.ranks.shared_kv import RankReader, _Calls
+from tokenmill.engine.ranks.shared_kv import GroupCalls, RankReader
 from tokenmill.engine.ranks.step_leader import SequenceCopies, StepFollower, pack_batch
 from tokenmill.engine.sampling.device_sampler import DeviceSampler, Sampled
 from tokenmill.engine.sampling.sampler import SampledRow
@@ -210,8 +211,38 @@ def test_each_rank_has_tiers_of_its_own(tmp_path: Path) -> None:
         assert stats.num_kv_blocks_used == 0
         held = two.engine.kv_dump().tiers["host"]
         assert 0 < len(held) <= stats.tiers["host_blocks"]
-    with pytest.raises(ModelLoadError, match="or add --attention-dp"):
-        engine(folder, ep=2, offloading="host=4MiB").__enter__()
+
+
+@pytest.mark.usefixtures("light_ranks")
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2}])
+def test_ranks_that_share_requests_have_the_same_tiers(
+    tmp_path: Path, parallel: dict[str, Any], disk: bool
+) -> None:
+    """Each brings its part of blocks back; where a part is gone they are computed."""
+    folder, source = save(tame(make_model("qwen3-moe"), 0.3), tmp_path / "model"), random.Random(5)
+    asked = [[source.randrange(64) for _ in range(90)] for _ in range(8)]
+    files = tmp_path / "kv"
+    room = "64KiB" if "tp" in parallel else "128KiB"  # of whole blocks
+    tiers = f"host={room},disk={files}:64MiB" if disk else "host=4MiB"
+    with engine(folder) as one:
+        expected = [answer.token_ids for answer in complete(one.engine, asked, GREEDY)]
+    with engine(folder, 14, offloading=tiers, **parallel) as two:
+        for _ in range(2):
+            found = complete(two.engine, asked, GREEDY)
+            assert [answer.token_ids for answer in found] == expected
+        stats = two.engine.stats()
+        assert stats.tiers["disk_hit_tokens" if disk else "host_hit_tokens"] > 0
+        assert stats.num_kv_blocks_used == 0
+        roots = list((files / "tokenmill-kv").glob("*/")) if disk else []
+        assert len([root for root in roots if root.is_dir()]) == (disk and 1 + ("tp" in parallel))
+        if disk and "tp" in parallel:
+            assert isinstance(two.engine, LanguageEngine) and two.engine.tiers is not None
+            (other,) = (root for root in roots if root.name != two.engine.tiers.root.hex())
+            for file in other.glob("*/*"):
+                file.unlink()
+            found = complete(two.engine, asked, GREEDY)
+            assert [answer.token_ids for answer in found] == expected
 
 
 def test_new_prompts_count_in_the_round_they_come_in() -> None:
@@ -467,7 +498,7 @@ def test_a_message_of_another_kind_is_an_error_with_optimized_python_too() -> No
         rank_messages.send(rank_messages.StepVideo(), link)
         with pytest.raises(RanksLostError, match="said StepVideo where NumBlocks was expected"):
             strangers.hear(rank_messages.NumBlocks)
-        calls = _Calls(strangers)
+        calls = GroupCalls(strangers)
         call = calls.start_all(rank_messages.KVCall("disconnect", "shm", "e"))
         rank_messages.send(rank_messages.CallOver(99), link)
         with pytest.raises(RanksLostError, match="call 99, which is not open"):
@@ -545,6 +576,8 @@ MESSAGES: list[Message] = [
     rank_messages.LoadFailed("no room"),
     rank_messages.KVReachable(PEER),
     rank_messages.KVCall("read", "shm", "e", PEER, [(1, 2, 3)], 4),
+    rank_messages.OpenTiers(12, b"root"),
+    rank_messages.TierCall("read", [1, 2], [3, 4], b"name", 7),
     rank_messages.StepBatch(
         b"1234", b"", [rank_messages.GrownRow(1, 0, [5, 6], 1, [7], 9, [(2, 4, (1, 2, 3))])], 3, 2
     ),

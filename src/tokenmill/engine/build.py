@@ -46,7 +46,7 @@ from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
 from tokenmill.engine.ranks.rank_messages import EngineOrder
 from tokenmill.engine.ranks.rebalance import Rebalancer
-from tokenmill.engine.ranks.shared_kv import GroupLink
+from tokenmill.engine.ranks.shared_kv import GroupCalls, GroupLink
 from tokenmill.engine.ranks.step_leader import StepLeader
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
@@ -311,8 +311,9 @@ def make_engine(
     runner: ModelRunner,
     grammar_vocab: GrammarVocab | None = None,
     kind: Callable[..., LanguageEngine] = LanguageEngine,
+    calls: GroupCalls | None = None,
 ) -> LanguageEngine:
-    """A scheduler around a runner."""
+    """A scheduler around a runner; ranks with the same requests are told by `calls`."""
     scheduler = replace(setup.scheduler, max_model_len=part.max_model_len)
     cache, execution, block_size = setup.cache, setup.execution, runner.block_size
     on_gpu = setup.model.device == "cuda"
@@ -336,7 +337,7 @@ def make_engine(
         vocab_size=spec.vocab_size,
         launcher=runner if overlap else None,
         kv=kv,
-        tiers=open_tiers(setup, policy, kv_cache, part.cached, part.weights),
+        tiers=open_tiers(setup, policy, kv_cache, part.cached, part.weights, calls),
         drafting=_drafting(execution, policy.looks_up),
         vision=spec.vision,
         may_rerun=not setup.parallel.attention_dp,
@@ -423,10 +424,10 @@ def _lead(
         caches = RankCaches(group.size, runner.block_size)
         places, policy = setup.scheduler.num_seqs, _context_policy(setup)
         return DataParallelEngine(ours, group, rebalancer, policy, caches, places)
+    calls, leading = GroupCalls(group), functools.partial(LeadingEngine, group, rebalancer)
     if isinstance(part.link, KVLink):
-        part = replace(part, link=GroupLink(part.link, group, part.network.layout.split_heads))
-    leading = functools.partial(LeadingEngine, group, rebalancer)
-    return make_engine(setup, part, runner, grammar_vocab, leading)
+        part = replace(part, link=GroupLink(part.link, calls, part.network.layout.split_heads))
+    return make_engine(setup, part, runner, grammar_vocab, leading, calls)
 
 
 def _context_policy(setup: Setup) -> ContextPolicy:

@@ -116,11 +116,6 @@ def _check_offloading(asked: Setup) -> None:
         problem = "the prefix cache: leave out --no-prefix-cache"
     elif not asked.scheduler.chunked_prefill:
         problem = "chunked prefill"
-    elif asked.parallel.num_ranks > 1 and not asked.parallel.attention_dp:
-        problem = (
-            f"an engine of one rank, not {asked.parallel.num_ranks}, or ranks with KV of their "
-            "own: leave out --tp and --ep, or add --attention-dp"
-        )
     if problem:
         raise ModelLoadError(f"--kv-offloading {asked.cache.offloading} needs {problem}")
 

@@ -15,11 +15,13 @@ from tokenmill.core.kv import parse_tiers
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.choices import available_bytes
+from tokenmill.engine.ranks.shared_kv import GroupCalls
+from tokenmill.engine.ranks.shared_tiers import GroupCopies
 from tokenmill.kernels import cpu_kernels
 from tokenmill.kv.connectors import geometry
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
-from tokenmill.kv.tiers.page_copies import open_copies, page_bytes
+from tokenmill.kv.tiers.page_copies import open_copies, page_bytes, tensors_of
 from tokenmill.kv.tiers.tier_rates import measure_token_ms
 from tokenmill.sched.scheduler import Scheduler
 
@@ -35,21 +37,28 @@ def open_tiers(
     kv_cache: list[tuple[torch.Tensor, torch.Tensor]],
     spec: ModelSpec,
     weights: str,
+    calls: GroupCalls | None = None,
 ) -> KVTiers | None:
-    """Tiers behind an engine's cache, if any are asked for; `weights` is their digest."""
+    """Tiers behind an engine's cache, if any are asked for; `weights` is their digest.
+
+    Ranks that share requests are told by `calls`.
+    """
     if setup.cache.offloading is None:
         return None
     sizes = parse_tiers(setup.cache.offloading)
     host_bytes = sizes.host_bytes // setup.parallel.num_ranks  # of this rank
-    # Layers of different groups share tensors.
-    tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
+    tensors = tensors_of(kv_cache)
     num_slots = _num_slots(host_bytes, page_bytes(tensors), scheduler)
     block_size, root = scheduler.pool.block_size, _root(setup, spec, weights, tensors)
     assert setup.cache.block_size == block_size
     disk = None
     if sizes.folder is not None:
         disk = DiskTier(sizes.folder, sizes.disk_bytes, root)
-    tiers = KVTiers(scheduler, open_copies(tensors, num_slots), disk, root)
+    copies, on_disk = open_copies(tensors, num_slots), None
+    if calls is not None:
+        copies = shared = GroupCopies(copies, calls, root)
+        on_disk = shared.on_disk
+    tiers = KVTiers(scheduler, copies, disk, root, on_disk)
     num_pages, token_bytes = scheduler.pool.num_blocks, page_bytes(tensors) / block_size
     tiers.token_ms = measure_token_ms(tiers.copies, disk, num_pages, token_bytes)
     return tiers

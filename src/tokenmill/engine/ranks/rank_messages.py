@@ -100,6 +100,23 @@ class KVCall(RankMessage):
     number: int = 0
 
 
+class OpenTiers(RankMessage):
+    """Every rank has tiers of so many pages in host memory, which hold the same blocks."""
+
+    num_slots: int
+    root: bytes
+
+
+class TierCall(RankMessage):
+    """Something that tiers do on all ranks; a CallOver answers all but a save."""
+
+    do: Literal["save", "load", "write", "read"]
+    slots: list[int]
+    block_ids: list[int] = []
+    name: bytes = b""  # of a block on disk
+    number: int = 0
+
+
 # Where ranks compute the same tokens.
 
 
@@ -216,8 +233,8 @@ class MeasureVideo(RankMessage):
 
 Message = (
     CallOver | RankCalls | GroupPlace | EngineOrder | NumBlocks | LoadFailed | KVReachable | KVCall
-    | StepBatch | LateTokens | CaptureGraphs | ShortPrompts | EngineRound | RoundOver
-    | VideoOrder | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
+    | OpenTiers | TierCall | StepBatch | LateTokens | CaptureGraphs | ShortPrompts | EngineRound
+    | RoundOver | VideoOrder | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
 )  # fmt: skip
 Kind = TypeVar("Kind", bound=RankMessage)
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from tokenmill.core.config import Setup
+from tokenmill.core.kv import parse_tiers
 from tokenmill.core.types import RanksLostError, TokenmillError
 from tokenmill.engine.build import (
     LoadedPart,
@@ -30,7 +31,8 @@ from tokenmill.engine.ranks.rank_messages import (
     NumBlocks,
     send,
 )
-from tokenmill.engine.ranks.shared_kv import RankReader
+from tokenmill.engine.ranks.shared_kv import RankAnswers, RankReader
+from tokenmill.engine.ranks.shared_tiers import RankTiers
 from tokenmill.engine.ranks.step_leader import StepFollower
 from tokenmill.kv.connectors import KVLink
 from tokenmill.parallel import RANK_GONE, Ranks, all_or_none
@@ -69,13 +71,17 @@ def _follow(
     setup: Setup, part: LoadedPart, ranks: Ranks, connection: Connection, inbox: Inbox
 ) -> NoReturn:
     """Run the steps of rank 0."""
-    reader, runner = open_reader(setup, part, connection), make_runner(setup, part)
+    answers, runner = RankAnswers(connection), make_runner(setup, part)
+    reader, tiers = open_reader(setup, part, connection, answers), None
+    if setup.cache.offloading is not None:
+        sizes = parse_tiers(setup.cache.offloading)
+        tiers = RankTiers(part.kv_cache, sizes, part.network.layout, answers)
     follower = StepFollower(
         runner, make_rebalancer(setup, part, ranks), lambda: capture_graphs(setup, part, runner)
     )
     while True:
         message = inbox.next()
-        if reader is None or not reader.do(message):
+        if not any(mover is not None and mover.do(message) for mover in (reader, tiers)):
             follower.do(message)
 
 
@@ -93,8 +99,10 @@ def _run_own(
         send(own.answer(inbox.next()), connection)
 
 
-def open_reader(setup: Setup, part: LoadedPart, connection: Connection) -> RankReader | None:
-    """Return what moves this rank's part of the KV blocks, if the engine moves KV."""
+def open_reader(
+    setup: Setup, part: LoadedPart, connection: Connection, answers: RankAnswers
+) -> RankReader | None:
+    """What moves this rank's part of the KV blocks, if the engine moves KV; rank 0 hears where."""
     if not isinstance(part.link, KVLink):
         return None
     block_size = setup.cache.block_size
@@ -102,7 +110,8 @@ def open_reader(setup: Setup, part: LoadedPart, connection: Connection) -> RankR
     connectors, address = part.link.reach(
         part.kv_cache, part.cached, setup.cache.dtype, block_size, part.num_blocks
     )
-    return RankReader(connectors, address, connection)
+    send(KVReachable(address), connection)
+    return RankReader(connectors, answers)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ counts when all ranks have theirs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -26,6 +26,7 @@ from tokenmill.engine.ranks.rank_messages import (
     KVCall,
     KVReachable,
     RankMessage,
+    TierCall,
     expect,
     send,
 )
@@ -37,8 +38,8 @@ from tokenmill.sched.scheduler import Scheduler
 class GroupLink:
     """Rank 0's link, whose connectors move the blocks of all ranks, or the parts they have."""
 
-    def __init__(self, link: KVLink, group: RankGroup, in_parts: bool) -> None:
-        self._link, self._group, self._in_parts = link, group, in_parts
+    def __init__(self, link: KVLink, calls: GroupCalls, in_parts: bool) -> None:
+        self._link, self._calls, self._in_parts = link, calls, in_parts
 
     def open(
         self, scheduler: Scheduler, kv_cache: KVCache, spec: ModelSpec, dtype: str
@@ -46,44 +47,43 @@ class GroupLink:
         """Make the caches of all ranks reachable."""
         pool = scheduler.pool
         connectors, own = self._link.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
-        others = tuple(message.address for message in self._group.hear(KVReachable))
-        calls = _Calls(self._group)
-        moved = [GroupConnector(connector, calls) for connector in connectors]
+        others = tuple(message.address for message in self._calls.group.hear(KVReachable))
+        moved = [GroupConnector(connector, self._calls) for connector in connectors]
         return KVTransfer(scheduler, moved, replace(own, others=others if self._in_parts else ()))
 
 
 @dataclass(slots=True)
-class _Call:
+class OpenCall:
     """Something that the other ranks do."""
 
     missing: int  # answers
     error: str | None = None
 
 
-class _Calls:
+class GroupCalls:
     """Calls to the other ranks and their answers, which come when they come."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group, self._last, self.num_ranks = group, 0, group.size - 1
-        self._open: dict[int, _Call] = {}
+        self.group, self._last, self.num_ranks = group, 0, group.size - 1
+        self._open: dict[int, OpenCall] = {}
 
-    def start(self, messages: list[KVCall]) -> _Call:
+    def start(self, messages: Sequence[KVCall | TierCall]) -> OpenCall:
         """Give each other rank a message of its own."""
         self._last += 1
-        call = self._open[self._last] = _Call(len(messages))
-        self._group.tell_each(
+        call = self._open[self._last] = OpenCall(len(messages))
+        self.group.tell_each(
             [msgspec.structs.replace(message, number=self._last) for message in messages]
         )
         return call
 
-    def start_all(self, message: KVCall) -> _Call:
+    def start_all(self, message: KVCall | TierCall) -> OpenCall:
         """Give the other ranks the same message."""
         return self.start([message] * self.num_ranks)
 
-    def over(self, call: _Call, wait: bool = False) -> bool:
+    def over(self, call: OpenCall, wait: bool = False) -> bool:
         """True once all ranks have answered."""
         while call.missing:
-            answers = self._group.take(wait)
+            answers = self.group.take(wait)
             if not answers:
                 return False
             for answer in answers:
@@ -103,7 +103,7 @@ class _Calls:
 class GroupRead:
     """A read of all ranks."""
 
-    def __init__(self, own: Future[None], others: _Call, calls: _Calls) -> None:
+    def __init__(self, own: Future[None], others: OpenCall, calls: GroupCalls) -> None:
         self._own, self._others, self._calls = own, others, calls
 
     def done(self) -> bool:
@@ -124,7 +124,7 @@ class GroupRead:
 class GroupConnector:
     """A connector of rank 0, and with it those of the same name of all ranks."""
 
-    def __init__(self, own: OwnConnector, calls: _Calls) -> None:
+    def __init__(self, own: OwnConnector, calls: GroupCalls) -> None:
         self.name, self.regions, self.endpoint = own.name, own.regions, own.endpoint
         self._own, self._calls = own, calls
 
@@ -153,17 +153,25 @@ class GroupConnector:
         self._own.close()  # the other ranks' end with their processes
 
 
+class RankAnswers:
+    """Another rank's answers to calls; any thread may send one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, number: int, error: object) -> None:
+        """Say that a call is over, or what went wrong."""
+        with self._lock:
+            send(CallOver(number, str(error) if error else None), self._connection)
+
+
 class RankReader:
     """Another rank's connectors, which do what GroupConnector says."""
 
-    def __init__(
-        self, connectors: list[OwnConnector], address: KVAddress, connection: Connection
-    ) -> None:
-        """Tell rank 0 where this rank's part lies."""
+    def __init__(self, connectors: list[OwnConnector], answers: RankAnswers) -> None:
         self._connectors = {connector.name: connector for connector in connectors}
         self._peers: dict[str, str] = {}  # the engine's id: that of its rank which is read here
-        self._connection, self._lock = connection, threading.Lock()
-        send(KVReachable(address), connection)
+        self._answer = answers.send
 
     def do(self, call: RankMessage) -> bool:
         """Begin what rank 0 says, if it is about KV; its end is told from any thread."""
@@ -196,7 +204,3 @@ class RankReader:
         except TransferError as error:
             return str(error)
         return None
-
-    def _answer(self, number: int, error: object) -> None:
-        with self._lock:
-            send(CallOver(number, str(error) if error else None), self._connection)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tokenmill.core.kv import DISK, HOST
-from tokenmill.kv.tiers.disk_tier import Bytes, DiskTier
+from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
 from tokenmill.kv.transfer import Read
 from tokenmill.sched.cache.prefix import Load, find_stored
@@ -27,11 +27,12 @@ from tokenmill.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from tokenmill.kv.tiers.page_copies import PageCopies
 
-_DiskAction = Callable[[bytes, list[Bytes]], bool]
+DiskUse = Literal["write", "read"]
 _MOST_WRITES = 64  # blocks that are on their way to disk at a time
 _CORES = os.cpu_count() or 1
 # Threads: a checksum takes a core about a second for each GB.
 _NUM_WRITERS, _NUM_READERS = min(4, _CORES), max(2, min(8, _CORES))
+_FLUSH_S = 1e-3  # between two looks whether all is on disk
 _UPCOMING = 8  # waiting requests that are looked at
 _MOST_READS = 256  # blocks that are on their way from disk before a request asks for them
 _SPARE = 8  # with a disk, one slot in so many is kept free
@@ -39,6 +40,12 @@ _COUNTERS = (
     "host_hit_tokens", "disk_hit_tokens", "saved_bytes", "save_s", "loaded_bytes", "load_s",
     "disk_written_bytes", "disk_read_bytes", "prefetched_bytes", "dropped",
 )  # fmt: skip
+
+
+class DiskWork(Read, Protocol):
+    """A block on its way to disk or back, such as a Future."""
+
+    def result(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +57,7 @@ class _Copy:
     slots: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     pinned: list[bytes] = field(default_factory=list)  # in host memory
-    reads: list[tuple[bytes, Slots, Future[bool]]] = field(default_factory=list)
+    reads: list[tuple[bytes, Slots, DiskWork]] = field(default_factory=list)
     copy: Read | None = None
     failed: bool = False  # a block was gone before its read began
 
@@ -66,9 +73,15 @@ class KVTiers:
     """Tiers behind the cache of one engine."""
 
     def __init__(
-        self, scheduler: Scheduler, copies: PageCopies, disk: DiskTier | None, root: bytes
+        self,
+        scheduler: Scheduler,
+        copies: PageCopies,
+        disk: DiskTier | None,
+        root: bytes,
+        on_disk: Callable[[DiskUse, bytes, Slots, Future[bool]], DiskWork] | None = None,
     ) -> None:
-        self.root = root
+        """`on_disk`: other ranks have a part of each block, and do what this one has begun."""
+        self.root, self._on_disk = root, on_disk
         self.token_ms: dict[str, float] = {}  # in which a token comes back, by tier
         self._scheduler, self.copies, self._disk = scheduler, copies, disk
         self._page_bytes = int(copies.host.shape[1])
@@ -77,8 +90,8 @@ class KVTiers:
         )
         self._num_spare = max(1, self.host.num_slots // _SPARE)
         self._copying: list[_Copy] = []
-        self._writes: list[tuple[bytes, Slots, Future[bool]]] = []  # least recently used first
-        self._prefetches: dict[bytes, tuple[Slots, Future[bool]]] = {}  # from disk to host memory
+        self._writes: list[tuple[bytes, Slots, DiskWork]] = []  # least recently used first
+        self._prefetches: dict[bytes, tuple[Slots, DiskWork]] = {}  # from disk to host memory
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, "kv-writer")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "kv-reader")
         self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
@@ -150,7 +163,8 @@ class KVTiers:
 
     def flush(self) -> None:
         """Wait until the blocks that are on their way to disk are there."""
-        wait([write for _, _, write in self._writes])
+        while not all(write.done() for _, _, write in self._writes):
+            time.sleep(_FLUSH_S)
 
     def close(self) -> None:
         self._writers.shutdown()
@@ -200,15 +214,16 @@ class KVTiers:
                 host.drop(name)
                 continue
             slots = host.pin(name)
-            write = self._writers.submit(self._settled, disk.write, name, slots)
+            write = self._use_disk(disk, "write", name, slots)
             self._writes.append((name, slots, write))
 
-    def _settled(self, action: _DiskAction, name: bytes, slots: Slots) -> bool:
-        """Write or read slots, once no save that is under way can still fill them."""
-        self.copies.settle()
-        return action(name, [self.copies.host[slot] for slot in slots])
+    def _use_disk(self, disk: DiskTier, do: DiskUse, name: bytes, slots: Slots) -> DiskWork:
+        """Begin to write or read a block, on all ranks that have a part of it."""
+        pool = self._writers if do == "write" else self._readers
+        own = pool.submit(use_disk, self.copies, disk, do, name, slots)
+        return own if self._on_disk is None else self._on_disk(do, name, slots, own)
 
-    def _end_write(self, name: bytes, slots: Slots, write: Future[bool]) -> bool:
+    def _end_write(self, name: bytes, slots: Slots, write: DiskWork) -> bool:
         """Drop a block from host memory that was written or cannot be; False while it is not."""
         if not write.done():
             return False
@@ -244,16 +259,16 @@ class KVTiers:
     def _prefetch_block(self, disk: DiskTier, name: bytes, num_slots: int) -> None:
         slots = self.host.claim(num_slots)
         assert slots is not None
-        read = self._readers.submit(self._settled, disk.read, name, slots)
+        read = self._use_disk(disk, "read", name, slots)
         self._prefetches[name] = slots, read
 
-    def _end_prefetch(self, name: bytes, slots: Slots, read: Future[bool]) -> None:
+    def _end_prefetch(self, name: bytes, slots: Slots, read: DiskWork) -> None:
         """Hold a block in host memory that was read."""
         if self._keep(name, slots, read):
             self._counts["disk_read_bytes"] += len(slots) * self._page_bytes
             self._counts["prefetched_bytes"] += len(slots) * self._page_bytes
 
-    def _keep(self, name: bytes, slots: Slots, read: Future[bool]) -> bool:
+    def _keep(self, name: bytes, slots: Slots, read: DiskWork) -> bool:
         """Hold what was read, unless it is here by now; False if it could not be read."""
         if _succeeded(read) and name not in self.host:
             self.host.put(name, slots)
@@ -290,7 +305,7 @@ class KVTiers:
         if claimed is None or self._disk is None:
             copy.failed = True
             return
-        read = self._readers.submit(self._settled, self._disk.read, page.name, claimed)
+        read = self._use_disk(self._disk, "read", page.name, claimed)
         copy.reads.append((page.name, claimed, read))
         copy.add(claimed, page)
 
@@ -326,5 +341,12 @@ class KVTiers:
         counts["load_s"] += (time.perf_counter_ns() - copy.began_ns) * 1e-9
 
 
-def _succeeded(action: Future[bool]) -> bool:
+def use_disk(copies: PageCopies, disk: DiskTier, do: DiskUse, name: bytes, slots: Slots) -> bool:
+    """Write or read slots, once no save that is under way can still fill them."""
+    copies.settle()
+    action = disk.write if do == "write" else disk.read
+    return action(name, [copies.host[slot] for slot in slots])
+
+
+def _succeeded(action: DiskWork) -> bool:
     return action.exception() is None and action.result()

@@ -39,6 +39,11 @@ class PageCopies(Protocol):
     def close(self) -> None: ...
 
 
+def tensors_of(kv_cache: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Each tensor once: layers of different groups share some."""
+    return list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
+
+
 def page_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of a block in all tensors [blocks, ...]."""
     return sum(tensor.nbytes // tensor.shape[0] for tensor in tensors)
