@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tokenmill import console
 from tokenmill.__main__ import run
+from tokenmill.cli.chat import chat_command
 
 REPLAY = ("plan", "replay", "--trace", "recipes/sample-trace.jsonl", "--workers", "4")
 COMMANDS = (
@@ -76,6 +77,36 @@ def test_columns_that_do_not_fit_follow_below(monkeypatch: pytest.MonkeyPatch) -
     assert shown_at(20, rows, monkeypatch) == "name  first  second\na         1       2\n"
     below = "name  first\na         1\n\nname  second\na          2\n"
     assert shown_at(13, rows, monkeypatch) == below
+
+
+SAID = "The sea is a vast and mysterious realm.\n\n    def indented(): pass\n" + "x" * 30 + " ends"
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_answers_wrap_at_words(size: int) -> None:
+    """Whatever the pieces; indented lines and words that are too long stay whole."""
+    texts = [SAID[at : at + size] for at in range(0, len(SAID), size)]
+    shown = "".join(chat_command.wrapped(texts, 24))
+    assert shown.split() == SAID.split() and "\n    def indented(): pass\n" in shown
+    assert shown.startswith("The sea is a vast and\nmysterious realm.\n\n")
+    assert shown.endswith("\n" + "x" * 30 + "\nends")
+    assert "".join(chat_command.wrapped(texts, 80)) == SAID
+    assert "".join(chat_command.wrapped(["海は広い ", "大きい"], 12)) == "海は広い\n大きい"
+
+
+def test_chat_says_which_model_answers(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def source(messages: Any, answer: Any) -> Any:
+        answer.text = "word " * 30
+        yield answer.text
+
+    monkeypatch.setattr(chat_command, "_local", lambda *_: ("tiny", source))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/exit\n"))
+    assert run(["chat"]) == 0
+    shown = capsys.readouterr()
+    assert "tiny answers. /reset" in " ".join(shown.err.split())
+    assert shown.out.split() == ["word"] * 30 and max(map(len, shown.out.splitlines())) <= 80
 
 
 PRICE = ("bench", "price", "--tok-s", "5", "--gpus", "1", "--price-per-gpu-hour", "3")

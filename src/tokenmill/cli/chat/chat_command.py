@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import typer
+from rich.cells import cell_len
 
 from tokenmill import console
 from tokenmill.cli.chat import local_chat as local
@@ -63,14 +65,15 @@ def chat(settings: Settings) -> None:
     """
     sampling = settings.build(SamplingParams)
     images = image_parts(settings.get("image"))
-    source = _remote(settings) if "url" in settings else _local(settings, sampling)
+    model, source = _remote(settings) if "url" in settings else _local(settings, sampling)
     system = settings.get("system")
     opening: Messages = [{"role": "system", "content": system}] if system else []
-    console.note(HELP)
+    console.note(f"{model} answers. {HELP}")
     _converse(source, opening, images)
 
 
-def _local(settings: Settings, sampling: SamplingParams) -> Source:
+def _local(settings: Settings, sampling: SamplingParams) -> tuple[str, Source]:
+    """The model's name, and what streams its answers."""
     llm = local.load_llm(settings)
     from tokenmill.cli.chat.chat_channels import Channels
     from tokenmill.vision.processor import load_processor
@@ -83,15 +86,15 @@ def _local(settings: Settings, sampling: SamplingParams) -> Source:
         channels = Channels.of(llm.tokenizer, prompt)
         return local.stream(llm, prompt, sampling, answer, channels, images)
 
-    return source
+    return settings.get("model"), source
 
 
-def _remote(settings: Settings) -> Source:
+def _remote(settings: Settings) -> tuple[str, Source]:
     keys = settings.get("api-key")
     sampling = {s.field: settings.get(s.key) for s in SAMPLING if s.key in settings}
     model = settings.get("model") if "model" in settings else None
     server = remote.Server(settings.get("url"), keys[0] if keys else None, model, sampling)
-    return server.stream
+    return server.model, server.stream
 
 
 def _converse(source: Source, opening: Messages, images: Messages) -> None:
@@ -115,8 +118,9 @@ def _answer(source: Source, messages: Messages, question: str, images: Messages)
     content = [*images, {"type": "text", "text": question}] if images else question
     messages.append({"role": "user", "content": content})
     answer = local.Answer()
+    texts = source(messages, answer)
     try:
-        for text in source(messages, answer):
+        for text in wrapped(texts, console.out.width) if console.out.is_terminal else texts:
             sys.stdout.write(text)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -129,6 +133,26 @@ def _answer(source: Source, messages: Messages, question: str, images: Messages)
     sys.stdout.flush()
     console.note(answer.summary())
     messages.append({"role": "assistant", "content": answer.text})
+
+
+def wrapped(texts: Iterable[str], width: int) -> Iterator[str]:
+    """The texts, with a line's end in place of the space before each word that does not fit."""
+    column, gap, word = 0, "", ""
+    for char in chain(chain.from_iterable(texts), "\0"):
+        if char != "\0" and not char.isspace():
+            word += char
+            continue
+        if word:
+            size = cell_len(gap + word)
+            fits = not (column and gap) or column + size <= width
+            column = column + size if fits else cell_len(word)
+            yield gap + word if fits else f"\n{word}"
+            gap, word = "", ""
+        if char == "\n":
+            yield "\n"
+            column, gap = 0, ""
+        elif char != "\0":
+            gap += char
 
 
 def _read_line() -> str | None:

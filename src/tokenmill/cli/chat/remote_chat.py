@@ -32,12 +32,12 @@ class Server:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._sampling = sampling
-        self._model = model or self._first_model()
+        self.model = model or self._first_model()
 
     def stream(self, messages: list[dict[str, Any]], answer: Answer) -> Iterator[str]:
         """Text as it arrives; leaving early closes the connection, which aborts the request."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
