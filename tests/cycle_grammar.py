@@ -13,7 +13,7 @@ from tokenmill.core.types import StructuredOutput
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.sampling.sampler import Bitmask
-from tokenmill.engine.sampling.structured import StructuredOutputs
+from tokenmill.engine.sampling.structured import StructuredRequests
 from tokenmill.sched.sequence import Sequence
 
 PERIOD = 7
@@ -76,7 +76,7 @@ def follows(prompt: list[int], token_ids: list[int]) -> bool:
 
 def add_cycle(engine: LanguageEngine, vocab_size: int) -> None:
     """Let structured requests follow the table from now on."""
-    engine._structured = StructuredOutputs(cast("GrammarPool", Cycle(vocab_size)))
+    engine._structured = StructuredRequests(cast("GrammarPool", Cycle(vocab_size)))
 
 
 class HostBytes(TorchDispatchMode):

@@ -15,7 +15,7 @@ from tokenmill.bench.roofline import PeakRates
 from tokenmill.core.specs.wan import A14B
 from tokenmill.core.types import Request
 from tokenmill.core.video import VideoParams
-from tokenmill.models.wan.wan_vae import Tiles, VideoDecoder
+from tokenmill.models.wan.wan_vae import LatentTiles, VideoDecoder
 
 TINY = ("--random-weights", "--model", "wan-tiny", "--size", "32x16", "--frames", "5")
 FAST = PeakRates(gemm_flops={"bf16": 1e15, "fp8": 2e15}, read_bytes_per_s=1e13, num_threads=1)
@@ -71,11 +71,11 @@ def test_the_command_prints_one_json_line(
 def test_tiles_are_measured_and_not_called_exact(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Tiles | None] = []
+    seen: list[LatentTiles | None] = []
     frames = VideoDecoder.frames
 
     def recorded(
-        self: VideoDecoder, latents: torch.Tensor, tiles: Tiles | None = None
+        self: VideoDecoder, latents: torch.Tensor, tiles: LatentTiles | None = None
     ) -> Iterator[torch.Tensor]:
         seen.append(tiles)
         return frames(self, latents, tiles)
@@ -83,7 +83,7 @@ def test_tiles_are_measured_and_not_called_exact(
     monkeypatch.setattr(VideoDecoder, "frames", recorded)
     tiled = ("--steps", "2", "--measured-steps", "1", "--vae-tiles")
     assert run(["bench", "video", *TINY, *tiled]) == 0
-    assert seen == [Tiles(), Tiles()]  # of the warm-up and of the video
+    assert seen == [LatentTiles(), LatentTiles()]  # of the warm-up and of the video
     printed = capsys.readouterr().out
     assert "not exact, by --vae-tiles" in printed
     assert json.loads(printed.splitlines()[-1])["exact"] is False

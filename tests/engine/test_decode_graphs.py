@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokenmill.core.types import Request
-from tokenmill.engine.graphs.decode_graphs import Captured, Decoded, DecodeGraphs
+from tokenmill.engine.graphs.decode_graphs import CapturedDecode, Decoded, DecodeGraphs
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.sched.sequence import Sequence
 
@@ -35,7 +35,9 @@ def test_the_longest_sequences_attend_first() -> None:
     graphs = DecodeGraphs(unused, unused, builder, 8, [4, 8])
     empty = torch.zeros(8, dtype=torch.int32)
     graph: Any = Replayed()
-    graphs._graphs[4] = graphs._graphs[8] = Captured(graph, Decoded(empty, empty, empty, empty))
+    graphs._graphs[4] = graphs._graphs[8] = CapturedDecode(
+        graph, Decoded(empty, empty, empty, empty)
+    )
     graphs.run([sequence(slot, context) for slot, context in ((0, 9), (1, 30), (2, 3), (3, 17))])
     ids, contexts, slots, order = graphs.inputs[:, :4].tolist()
     assert (ids, contexts, slots) == ([40, 41, 42, 43], [9, 30, 3, 17], [0, 1, 2, 3])

@@ -7,9 +7,9 @@ import pytest
 
 from tokenmill.engine.graphs.capture import (
     DRIVER_BYTES,
+    CaptureJob,
     CaptureLimits,
     CaptureReport,
-    Job,
     Memory,
     capture_all,
     jobs_for,
@@ -122,7 +122,9 @@ def test_what_other_processes_take_is_not_counted() -> None:
 def test_kinds_of_graphs_take_turns() -> None:
     clock = Clock()
     decode = jobs_for([1, 2, 4], clock.capture)
-    prompts = [Job(place, lambda place=place: clock.capture(100 + place)) for place in (0, 1)]
+    prompts = [
+        CaptureJob(place, lambda place=place: clock.capture(100 + place)) for place in (0, 1)
+    ]
     capture_all(decode + prompts, CaptureLimits(2.5, 10_000), None, clock.now, clock.memory)
     assert clock.captured == [4, 100, 1]
 

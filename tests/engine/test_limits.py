@@ -22,7 +22,7 @@ from tokenmill.core.types import ModelLoadError, Request, SamplingParams, StepRe
 from tokenmill.engine.choices import gpu_room, resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import (
-    Room,
+    MemoryRoom,
     choose_budget,
     choose_encoder_patches,
     choose_image_parts,
@@ -44,9 +44,9 @@ def shape_spec(name: str) -> ModelSpec:
     return spec_of(json.loads(shape(name).read_text()))
 
 
-def room(name: str, memory: int, weight: int = 2, kv: int = 2) -> Room:
+def room(name: str, memory: int, weight: int = 2, kv: int = 2) -> MemoryRoom:
     spec = shape_spec(name)
-    return Room(int(0.95 * memory), spec.weight_bytes(weight), spec.kv_bytes_per_token(kv))
+    return MemoryRoom(int(0.95 * memory), spec.weight_bytes(weight), spec.kv_bytes_per_token(kv))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ LOADS = [(1024, 1024), (560, 560), (224, 288), (128, 2048)]  # means
 BYTES_PER_S, FLOPS = 3.9e12, 5.5e14
 
 
-def simulated_tok_s(spec: ModelSpec, own: Room, num_seqs: int, load: tuple[int, int]) -> float:
+def simulated_tok_s(
+    spec: ModelSpec, own: MemoryRoom, num_seqs: int, load: tuple[int, int]
+) -> float:
     """Of the real scheduler, whose steps take the time that the GPU's rates allow."""
     block_size = 64 // SCALE
     limits = SchedulerConfig(choose_budget(spec, H200), num_seqs, NUM_PROMPTS)

@@ -28,7 +28,7 @@ from tokenmill.core.types import (
     StructuredOutput,
 )
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.launched import Launched
+from tokenmill.engine.launched import LaunchedStep
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar_pool import GrammarPool, GrammarRow
 from tokenmill.engine.sampling.sampler import Sampler, state_of
@@ -98,7 +98,7 @@ class Counting:
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.num_free, self.num_constrained = inner, 0, 0
-        self.late: Callable[[Launched], None] = inner.sample_late
+        self.late: Callable[[LaunchedStep], None] = inner.sample_late
 
     def launch(self, batch: Batch) -> Any:
         for seq, _ in batch.items:
@@ -111,7 +111,7 @@ class Counting:
     def run(self, batch: Batch) -> Any:
         return self.inner.run(batch)
 
-    def sample_late(self, launched: Launched) -> None:
+    def sample_late(self, launched: LaunchedStep) -> None:
         self.late(launched)
 
 
@@ -255,7 +255,7 @@ def test_a_token_outside_the_grammar_ends_its_request_alone(
     counting = count(engine := make(tiny, overlap=True))
     late, num_late = counting.late, itertools.count()
 
-    def wrong(launched: Launched) -> None:
+    def wrong(launched: LaunchedStep) -> None:
         if next(num_late) == 3 and launched.late is not None:
             state_of(launched.late.rows[0]).mask = mask_of([PIECES.index(b"a")])
         late(launched)
@@ -277,7 +277,7 @@ def test_a_step_whose_late_rows_fail_runs_again(
     counting = count(engine := make(tiny, overlap=True))
     late, num_late = counting.late, itertools.count()
 
-    def failing(launched: Launched) -> None:
+    def failing(launched: LaunchedStep) -> None:
         if next(num_late) in (2, 3, 9):
             raise RuntimeError("boom")
         late(launched)
@@ -291,7 +291,7 @@ def test_an_interrupted_wait_for_masks_leaves_the_engine_whole(tiny: tuple[Path,
     counting = count(engine := make(tiny, overlap=True))
     late, num_late = counting.late, itertools.count()
 
-    def interrupted(launched: Launched) -> None:
+    def interrupted(launched: LaunchedStep) -> None:
         if next(num_late) == 4:
             raise KeyboardInterrupt
         late(launched)

@@ -16,7 +16,7 @@ from draft_heads import forgetful, save_head
 from driver import build, complete
 from tiny_models import make_model, save, tame
 from tokenmill.core.types import SamplingParams
-from tokenmill.engine.launched import Launched
+from tokenmill.engine.launched import LaunchedStep
 from tokenmill.engine.sampling.sampler import filtered_probs
 
 VOCAB, LENGTH, NUM_SAMPLES = 5, 3, 1500
@@ -93,9 +93,9 @@ def test_a_wrong_rule_of_acceptance_is_noticed(
     tiny: tuple[PreTrainedModel, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, folder, head = tiny
-    fill = Launched._fill
+    fill = LaunchedStep._fill
 
-    def lenient(self: Launched, tokens: list[int], logprobs: None) -> None:
+    def lenient(self: LaunchedStep, tokens: list[int], logprobs: None) -> None:
         """Take one of four first drafts that were not drawn."""
         first = 0
         for index, drafts in enumerate(self.drafts):
@@ -104,7 +104,7 @@ def test_a_wrong_rule_of_acceptance_is_noticed(
             first += len(drafts) + 1
         fill(self, tokens, logprobs)
 
-    monkeypatch.setattr(Launched, "_fill", lenient)
+    monkeypatch.setattr(LaunchedStep, "_fill", lenient)
     counts, _ = drawn(folder, head, PARAMS["plain"])
     found = deviation(counts, exact(model, PARAMS["plain"]))
     assert found > 4

@@ -16,7 +16,7 @@ from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, Sch
 from tokenmill.core.types import FinishReason, OutOfMemory, Request, SamplingParams, StepResult
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
-from tokenmill.engine.engine import LanguageEngine, Launched
+from tokenmill.engine.engine import LanguageEngine, PendingStep
 from tokenmill.sched.sequence import PENDING, Batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -59,7 +59,7 @@ class Faulty:
         self.turn = 0
         self.pending = 0  # items launched before their newest token was known
 
-    def launch(self, batch: Batch) -> Launched:
+    def launch(self, batch: Batch) -> PendingStep:
         self.turn += 1
         self.pending += sum(seq.token_ids[-1] == PENDING for seq, _ in batch.items)
         if self.turn in self.launches:

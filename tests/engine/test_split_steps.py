@@ -20,9 +20,9 @@ from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.choices import set_mode
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.executors import SplitExecutor
-from tokenmill.engine.graphs.decode_graphs import Captured, DecodeGraphs
+from tokenmill.engine.graphs.decode_graphs import CapturedDecode, DecodeGraphs
 from tokenmill.engine.graphs.prompt_graphs import Prompted, PromptGraphs
-from tokenmill.engine.launched import Launched
+from tokenmill.engine.launched import LaunchedStep
 from tokenmill.sched.sequence import Batch, Item
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
@@ -75,7 +75,7 @@ def add_decode_graphs(built: BuiltEngine) -> None:
     graphs = DecodeGraphs(runner.model, runner.layers, runner.builder, 4, [1, 2, 3, 4])
     for size in graphs.sizes:
         again: Any = Again(graphs, size)
-        graphs._graphs[size] = Captured(again, again.decoded)
+        graphs._graphs[size] = CapturedDecode(again, again.decoded)
     runner.decode.graphs = graphs
 
 
@@ -87,7 +87,7 @@ def split(built: BuiltEngine, depth: int, monkeypatch: pytest.MonkeyPatch) -> li
     runner.split.most_prompts = MOST
     launch = SplitExecutor.launch
 
-    def counted(self: SplitExecutor, batch: Batch) -> Launched | None:
+    def counted(self: SplitExecutor, batch: Batch) -> LaunchedStep | None:
         launched = launch(self, batch)
         noted.extend([] if launched is None else [len(launched.others)])
         return launched
@@ -187,10 +187,10 @@ def test_beside_how_many_sequences() -> None:
 
 def test_results_of_parts_run_parallel_to_the_items() -> None:
     scored = TokenLogprobs([7], [-1.0], 1)
-    first = Launched(StepResult([[1], [2, 3]], draft_ids=[[4], [5]]))
+    first = LaunchedStep(StepResult([[1], [2, 3]], draft_ids=[[4], [5]]))
     first.others = [
-        Launched(StepResult([[7]], logprobs=[[scored]])),
-        Launched(StepResult([[8]], prompt_logprobs={0: [scored]})),
+        LaunchedStep(StepResult([[7]], logprobs=[[scored]])),
+        LaunchedStep(StepResult([[8]], prompt_logprobs={0: [scored]})),
     ]
     result = first.wait()
     assert result.token_ids == [[1], [2, 3], [7], [8]]

@@ -13,7 +13,7 @@ from tokenmill.kernels import bidirectional
 from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu.hopper import bidirectional as hopper_bidirectional
-from tokenmill.kernels.gpu.hopper.two_groups import Shape
+from tokenmill.kernels.gpu.hopper.two_groups import ProgramShape
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.models.checkpoints.weights import ReadableTensor
@@ -191,5 +191,5 @@ def test_all_shapes_of_the_hopper_kernel_give_the_same_bits(
     packed = pack.pack(q, k, v, rounding) if rounding else pack.plain(q, k, v)
     expected, found = torch.empty_like(q), torch.empty_like(q)
     hopper_bidirectional.launch(packed, expected, k.shape[1])
-    hopper_bidirectional.launch(packed, found, k.shape[1], Shape(stages, turns))
+    hopper_bidirectional.launch(packed, found, k.shape[1], ProgramShape(stages, turns))
     assert torch.equal(found, expected)

@@ -16,7 +16,7 @@ from tokenmill.kernels.gpu import dependent, hopper
 from tokenmill.kernels.gpu import rows as gpu_rows
 from tokenmill.kernels.gpu import segments as gpu_segments
 from tokenmill.kernels.gpu.hopper import segments as segments_hopper
-from tokenmill.kernels.gpu.hopper.two_groups import Shape
+from tokenmill.kernels.gpu.hopper.two_groups import ProgramShape
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.qwen3_vl_vision import VisionEncoder, vision_tensors
 
@@ -52,7 +52,7 @@ def check_segment_attention(device: str) -> None:
         plan = segments.plan_segments(lens, qkv.device)
         expected = segments.segment_attention.reference(qkv, plan, heads)
         for tma in (False, True) if device == "cpu" else (False, dependent.enabled()):
-            found = gpu_segments.attend(qkv, plan, heads, gpu_segments.Tile(32, 4, 1), tma)
+            found = gpu_segments.attend(qkv, plan, heads, gpu_segments.SegmentTile(32, 4, 1), tma)
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -72,13 +72,13 @@ def check_hopper_segments(device: str) -> None:
         plan = replace(plan, tiles=torch.nn.functional.pad(plan.tiles, (0, 0, 0, 1)))
         used = qkv[: sum(lens)]
         expected = segments.segment_attention.reference(used.float(), plan, heads)
-        shape = Shape(2 + number % 2, number % 2 == 0)
+        shape = ProgramShape(2 + number % 2, number % 2 == 0)
         found = hopper_segments(qkv, plan, heads, shape)[: sum(lens)].float()
         assert (found - expected).norm() / expected.norm() < 0.005, lens
 
 
 def hopper_segments(
-    qkv: torch.Tensor, plan: segments.Segments, heads: int, shape: Shape
+    qkv: torch.Tensor, plan: segments.Segments, heads: int, shape: ProgramShape
 ) -> torch.Tensor:
     """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
     if qkv.is_cuda:
@@ -106,7 +106,7 @@ def check_segment_bits(device: str) -> None:
 def _attended(qkv: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
     qkv = qkv.contiguous()
     plan = segments.plan_segments(lens, qkv.device)
-    return gpu_segments.attend(qkv, plan, 1, gpu_segments.Tile(32, 4, 1), False)
+    return gpu_segments.attend(qkv, plan, 1, gpu_segments.SegmentTile(32, 4, 1), False)
 
 
 def check_encoder(device: str) -> None:

@@ -16,7 +16,7 @@ from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
 from tokenmill.kernels.gpu import hopper
 from tokenmill.kernels.gpu import modulation as gpu_modulation
 from tokenmill.kernels.gpu.hopper import bidirectional as bidirectional_hopper
-from tokenmill.kernels.gpu.hopper.two_groups import Shape
+from tokenmill.kernels.gpu.hopper.two_groups import ProgramShape
 from tokenmill.kernels.rows import FP8, QuantizedRows
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.wan_transformer import WanTransformer, rotation_of, transformer_tensors
@@ -133,7 +133,7 @@ def hopper_attention(
 ) -> None:
     """The Hopper kernel: on a Hopper GPU, or emulated on CPU."""
     if out.is_cuda:
-        shape = Shape(stages, turns)
+        shape = ProgramShape(stages, turns)
         bidirectional_hopper.launch(packed, out, num_keys, shape)
     else:
         emulated(packed, out, num_keys, stages, turns)

@@ -17,7 +17,7 @@ from tokenmill import kernels
 from tokenmill.core.specs.hstu import HstuSpec, read_hstu
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.kernels import hstu
-from tokenmill.kernels.hstu import Tile, query_tiles
+from tokenmill.kernels.hstu import JaggedTile, query_tiles
 from tokenmill.models.hstu import HstuModel, time_buckets
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import choose_device, choose_dtype, random_model
@@ -140,7 +140,7 @@ def test_tiles_cover_every_row_once_longest_first() -> None:
         (0, 128, 0, 128, 0),
         (130, 1, 130, 1, 0),
     ]
-    tiles = [Tile(*tile) for tile in targets.tolist()]
+    tiles = [JaggedTile(*tile) for tile in targets.tolist()]
     assert sorted((t.first, t.rows, t.num_keys) for t in tiles) == [
         (0, 5, 130),
         (5, 128, 1),

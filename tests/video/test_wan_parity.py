@@ -13,7 +13,7 @@ from tokenmill.core.specs.wan import TINY, VaeSpec, WanTransformerSpec
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.wan.umt5_encoder import TextEncoder, encoder_tensors
 from tokenmill.models.wan.wan_transformer import WanTransformer, transformer_tensors
-from tokenmill.models.wan.wan_vae import Tiles, VideoDecoder, decoder_tensors
+from tokenmill.models.wan.wan_vae import LatentTiles, VideoDecoder, decoder_tensors
 from tokenmill.video.unipc import ScheduleName, UniPC, make_schedule
 
 TYPES: tuple[ComputeType, ...] = ("fp32", "bf16", "fp8")
@@ -99,9 +99,9 @@ def test_the_text_encoder_is_that_of_transformers() -> None:
     torch.testing.assert_close(embeddings, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tiles", [None, Tiles(size=6, stride=4)], ids=["whole", "tiles"])
+@pytest.mark.parametrize("tiles", [None, LatentTiles(size=6, stride=4)], ids=["whole", "tiles"])
 @torch.inference_mode()
-def test_the_video_decoder_is_that_of_diffusers(tiles: Tiles | None) -> None:
+def test_the_video_decoder_is_that_of_diffusers(tiles: LatentTiles | None) -> None:
     spec = replace(TINY.vae, base_dim=4, dim_mult=(1, 2, 2, 2))
     reference = reference_vae(spec)
     state = reference.state_dict()

@@ -25,7 +25,7 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.limits import (
     EXPECTED_TOKENS,
-    Room,
+    MemoryRoom,
     choose_budget,
     choose_encoder_patches,
     choose_image_parts,
@@ -149,7 +149,7 @@ def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     )
 
 
-def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> Room:
+def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> MemoryRoom:
     """Return the memory of one rank's GPU before anything is loaded."""
     cache, parallel = setup.cache, setup.parallel
     assert cache.memory_share is not None
@@ -157,10 +157,10 @@ def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> Room:
     layer_bytes = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // spec.num_layers // parallel.tp
     per_token = layer_bytes * kept_positions(spec.layer_windows, expected) // expected
     if cache.memory_bytes is not None:
-        return Room(cache.memory_bytes, 0, per_token)
+        return MemoryRoom(cache.memory_bytes, 0, per_token)
     width = 1 if setup.model.dtype == "fp8" else 2
     weights = spec.weight_bytes(width) // parallel.num_ranks
-    return Room(int(free * cache.memory_share), weights, per_token)
+    return MemoryRoom(int(free * cache.memory_share), weights, per_token)
 
 
 def open_device(device: str) -> None:

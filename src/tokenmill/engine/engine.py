@@ -24,7 +24,7 @@ from tokenmill.core.types import (
 from tokenmill.engine.drafts.drafting import Drafting
 from tokenmill.engine.rerun import run_in_parts
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
-from tokenmill.engine.sampling.structured import StructuredOutputs
+from tokenmill.engine.sampling.structured import StructuredRequests
 from tokenmill.kv.transfer import KVTransfer
 from tokenmill.routing.attention_dp import Load, Outlook
 from tokenmill.routing.step_rates import StepSums
@@ -44,7 +44,7 @@ class Runner(Protocol):
     def run(self, batch: Batch) -> StepResult: ...
 
 
-class Launched(Protocol):
+class PendingStep(Protocol):
     """A batch under way."""
 
     def runs(self) -> bool: ...
@@ -57,7 +57,7 @@ class Launcher(Runner, Protocol):
     Where masks follow, sample_late() samples the constrained items once they are set.
     """
 
-    def launch(self, batch: Batch) -> Launched: ...
+    def launch(self, batch: Batch) -> PendingStep: ...
     def sample_late(self, launched: Any) -> None: ...
 
 
@@ -93,9 +93,9 @@ class LanguageEngine:
         self.kv = kv
         self.tiers = tiers
         # Launched at a time, its tokens not known yet.
-        self._in_flight: tuple[Batch, Launched, int] | None = None
+        self._in_flight: tuple[Batch, PendingStep, int] | None = None
         self._host_bound: set[str] = set()  # live requests that need the plain loop
-        self._structured = StructuredOutputs(grammar)
+        self._structured = StructuredRequests(grammar)
         self._vocab_size, self._vision = vocab_size, vision
         self._clock = clock
         self._finished: list[RequestOutput] = []  # ended outside the scheduler

@@ -17,7 +17,7 @@ from tokenmill.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
 from tokenmill.engine.images import ImageSource
 from tokenmill.engine.inputs import InputBuilder, Inputs
-from tokenmill.engine.launched import Launched
+from tokenmill.engine.launched import LaunchedStep
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.sampling.sampler import SampledRow, sampled_rows
 from tokenmill.engine.sampling.step_sampler import StepSampler
@@ -31,7 +31,7 @@ _LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
 class Executor(Protocol):
     """One way to execute a step."""
 
-    def launch(self, batch: Batch) -> Launched | None:
+    def launch(self, batch: Batch) -> LaunchedStep | None:
         """Start a step of its kind; None for any other."""
 
 
@@ -52,9 +52,9 @@ class PlainExecutor:
         self.graphs: PiecewiseGraphs | None = None
         self.has_met = False  # ranks with other tokens: this one has begun a forward pass
 
-    def launch(self, batch: Batch) -> Launched:
+    def launch(self, batch: Batch) -> LaunchedStep:
         inputs, hidden = self._forward(batch)
-        launched = Launched(StepResult([[] for _ in batch.items]), inputs.ready)
+        launched = LaunchedStep(StepResult([[] for _ in batch.items]), inputs.ready)
         self._score_prompts(batch, hidden, launched.result)
         tokens = inputs.slots
         if inputs.ready:
@@ -150,7 +150,7 @@ class DecodeExecutor:
         self.graphs: DecodeGraphs | None = None
         self._builder, self._proposer, self._sampler = builder, proposer, sampler
 
-    def launch(self, batch: Batch) -> Launched | None:
+    def launch(self, batch: Batch) -> LaunchedStep | None:
         if self.graphs is None or batch.num_tokens != len(batch.items):
             return None
         if batch.num_to_draft and self._proposer is not None:
@@ -189,7 +189,7 @@ class PromptExecutor:
         # Drafts would follow a token that is not taken.
         return self._proposer is None or self._sampler.wants_best([items[0][0]])
 
-    def launch(self, batch: Batch) -> Launched | None:
+    def launch(self, batch: Batch) -> LaunchedStep | None:
         if self.graphs is None or not self.takes(batch.items):
             return None
         rows: list[SampledRow] = [batch.items[0][0]]
@@ -215,7 +215,7 @@ class DraftExecutor:
         self._sampler = sampler
         self._ahead: Ahead | None = None
 
-    def launch(self, batch: Batch, others_follow: bool = False) -> Launched | None:
+    def launch(self, batch: Batch, others_follow: bool = False) -> LaunchedStep | None:
         ahead, self._ahead = self._ahead, None  # for this batch or for none
         graphs = self.graphs.get(self._depth(batch))
         if graphs is None or not graphs.takes(batch.items):
@@ -249,7 +249,7 @@ class DraftExecutor:
         return max(num_new for _, num_new in batch.items) - 1
 
     def _sample(
-        self, launched: Launched, batch: Batch, graphs: DraftGraphs, verified: Verified
+        self, launched: LaunchedStep, batch: Batch, graphs: DraftGraphs, verified: Verified
     ) -> None:
         """Put what the requests ask for in the place of the likeliest tokens."""
         seqs = [seq for seq, _ in batch.items]
@@ -274,7 +274,7 @@ class SplitExecutor:
         # By sequences that decode, ascending: beside up to so many the most prompts.
         self.most_prompts: dict[int, int] = {}
 
-    def launch(self, batch: Batch) -> Launched | None:
+    def launch(self, batch: Batch) -> LaunchedStep | None:
         prompts = self._short_prompts(batch.items)
         others = batch.items[: len(batch.items) - len(prompts)]
         if not prompts or not others or len(prompts) > self._most(len(others)):
@@ -300,13 +300,13 @@ class SplitExecutor:
             count -= 1
         return items[count:]
 
-    def _launch_others(self, batch: Batch) -> Launched | None:
+    def _launch_others(self, batch: Batch) -> LaunchedStep | None:
         return self._drafts.launch(batch, others_follow=True) or self._decode.launch(batch)
 
 
-def _launched(drafts: list[list[int]], stride: int | None = None) -> Launched:
+def _launched(drafts: list[list[int]], stride: int | None = None) -> LaunchedStep:
     """A step whose items all sample, after these drafts of each."""
-    return Launched(StepResult([[] for _ in drafts]), list(range(len(drafts))), drafts, stride)
+    return LaunchedStep(StepResult([[] for _ in drafts]), list(range(len(drafts))), drafts, stride)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class GroupEncoder:
             self.finish(begun)
 
 
-class Placement:
+class TokenPositions:
     """M-RoPE: the positions of a sequence's tokens. Text after an image goes on at its side."""
 
     def __init__(self, images: tuple[ImageSpan, ...], merge: int) -> None:
@@ -153,9 +153,9 @@ class StepImages:
     def __len__(self) -> int:
         return len(self._features)
 
-    def placement(self, seq: Sequence) -> Placement:
+    def placement(self, seq: Sequence) -> TokenPositions:
         """The positions of a sequence with images."""
-        return Placement(seq.request.images, self.vision.merge_size)
+        return TokenPositions(seq.request.images, self.vision.merge_size)
 
     def forget(self, contents: list[bytes]) -> None:
         """Drop the features of images."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.engine.images import Placement
+from tokenmill.engine.images import TokenPositions
 from tokenmill.engine.staging import ALIGN, Staging
 from tokenmill.kernels.attention import (
     AttentionBatch,
@@ -127,7 +127,7 @@ class InputBuilder:
         self.tables.update(grown, self.staging)
         new = [seq for seq, first in grown if not first] if self._merge else []
         if new:
-            shifts = [Placement(seq.request.images, self._merge).last_shift for seq in new]
+            shifts = [TokenPositions(seq.request.images, self._merge).last_shift for seq in new]
             slots = np.array([seq.slot for seq in new])
             where, values = self.staging.send([slots, np.array(shifts)])
             self._shifts.index_copy_(0, where.long(), values)
@@ -205,7 +205,7 @@ class InputBuilder:
         for index, (seq, _) in enumerate(items):
             if seq.request.images:
                 own = turned[starts[index] : starts[index + 1]]
-                Placement(seq.request.images, self._merge).shift(own)
+                TokenPositions(seq.request.images, self._merge).shift(own)
         return [turned]
 
     def build_drafts(self, batch: Batch, inputs: Inputs) -> DraftInputs:

@@ -36,7 +36,7 @@ class LateRows:
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedStep:
     """A step under way; wait() returns its result when all it writes is written."""
 
     result: StepResult
@@ -49,7 +49,9 @@ class Launched:
     late: LateRows | None = None  # that are sampled again, with their masks
     proposed: torch.Tensor | None = None  # [ready, k]: drafts for the next step, like tokens
     failure: Exception | None = None  # of the sampler, where other ranks go on
-    others: list[Launched] = field(default_factory=list)  # of the items that follow, launched later
+    others: list[LaunchedStep] = field(
+        default_factory=list
+    )  # of the items that follow, launched later
 
     def runs(self) -> bool:
         """Whether the device still computes what was launched."""

@@ -30,7 +30,7 @@ LARGE_GPU_FLOPS, GPU_FLOPS = 7e14, 1.5e14  # reached with bf16 by those and by s
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryRoom:
     """The memory that a model has on a GPU, in bytes."""
 
     memory_bytes: int  # that weights and KV may take
@@ -42,7 +42,7 @@ class Room:
         return max(0, self.memory_bytes - self.weight_bytes) // max(1, self.kv_bytes_per_token)
 
 
-def choose_num_seqs(room: Room, max_model_len: int) -> int:
+def choose_num_seqs(room: MemoryRoom, max_model_len: int) -> int:
     """As many requests as the KV cache holds at their expected length, the size of a graph.
 
     The expected length is a short one: longer requests are bounded by the KV cache itself, since

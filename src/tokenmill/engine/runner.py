@@ -21,9 +21,9 @@ from tokenmill.engine.executors import (
     SplitExecutor,
 )
 from tokenmill.engine.graphs.capture import (
+    CaptureJob,
     CaptureLimits,
     CaptureReport,
-    Job,
     Progress,
     capture_all,
 )
@@ -38,7 +38,7 @@ from tokenmill.engine.graphs.piecewise_graphs import (
 from tokenmill.engine.graphs.prompt_graphs import PromptGraphs
 from tokenmill.engine.images import ImageSource, SharedImages, StepImages
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.engine.launched import Launched
+from tokenmill.engine.launched import LaunchedStep
 from tokenmill.engine.model import KVCache, Model
 from tokenmill.engine.ranks.step_leader import StepLeader
 from tokenmill.engine.sampling.step_sampler import StepSampler
@@ -148,7 +148,7 @@ class ModelRunner:
         """
         pool, own_tokens = torch.cuda.graph_pool_handle(), self.model.layout.own_tokens
         decode = DecodeGraphs(self.model, self.layers, self.builder, max_size)
-        jobs: list[Job] = []
+        jobs: list[CaptureJob] = []
         if not own_tokens:
             jobs = decode.jobs(pool)
             self.add_prompt_graphs(depth)
@@ -232,7 +232,7 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Launched:
+    def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step; on a GPU this returns while it runs."""
         with self._errors():
             if self.leader is not None:
@@ -247,7 +247,7 @@ class ModelRunner:
             return launched
 
     @torch.inference_mode()
-    def sample_late(self, launched: Launched) -> None:
+    def sample_late(self, launched: LaunchedStep) -> None:
         """Sample the constrained items of a step whose masks were to follow."""
         with self._errors():
             for part in (launched, *launched.others):
@@ -260,7 +260,7 @@ class ModelRunner:
         """What an error is to the engine: that of several ranks ends all."""
         return all_or_none() if self._ranks.size > 1 else _memory_errors()
 
-    def _launch(self, batch: Batch) -> Launched:
+    def _launch(self, batch: Batch) -> LaunchedStep:
         for executor in self._by_graph:
             if (launched := executor.launch(batch)) is not None:
                 return launched

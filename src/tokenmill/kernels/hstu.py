@@ -68,12 +68,12 @@ def batch_tiles(
 ) -> tuple[np.ndarray, int]:
     """The kernel's tiles int32[n, 5] and how many are of candidates; none without a kernel."""
     if torch.device(device).type == "cpu":
-        return np.zeros((0, len(Tile._fields)), np.int32), 0
+        return np.zeros((0, len(JaggedTile._fields)), np.int32), 0
     targets, before = query_tiles(history, candidates, TILE_ROWS)
     return np.concatenate([targets, before]), len(targets)
 
 
-class Tile(NamedTuple):
+class JaggedTile(NamedTuple):
     """Query rows that one program takes, and the keys of the history that they see."""
 
     first: int  # row among the histories or among the candidates
@@ -86,7 +86,7 @@ class Tile(NamedTuple):
 def query_tiles(
     history: Sequence[int], candidates: Sequence[int], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of candidates and of histories, int32[n, 5] in the order of Tile's fields.
+    """Tiles of candidates and of histories, int32[n, 5] in the order of JaggedTile's fields.
 
     Those with most keys come first, so that the last ones are short.
     """
@@ -112,7 +112,7 @@ def _pieces(
 
 def _longest_first(fields: tuple[np.ndarray, ...]) -> np.ndarray:
     tiles = np.stack(fields, axis=1).astype(np.int32)
-    return tiles[np.argsort(-tiles[:, Tile._fields.index("num_keys")], kind="stable")]
+    return tiles[np.argsort(-tiles[:, JaggedTile._fields.index("num_keys")], kind="stable")]
 
 
 def fits(x: torch.Tensor, *widths: int) -> bool:

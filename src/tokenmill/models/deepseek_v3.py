@@ -203,7 +203,7 @@ class LatentAttention:
         return unpacked + (0 if self.q_up is None else self.q_up.num_bytes)
 
 
-class DecoderLayer:
+class DeepseekV3Layer:
     """Attention and MLP or experts, which both add to the residual stream."""
 
     def __init__(self, tensors: LayerTensors) -> None:
@@ -233,7 +233,7 @@ class DecoderLayer:
 class DeepseekV3(Decoder):
     """A decoder-only transformer with latent attention; models/mtp.py has its MTP layer."""
 
-    layer_type = DecoderLayer
+    layer_type = DeepseekV3Layer
 
 
 FAMILY = Family({"DeepseekV3ForCausalLM": DEEPSEEK_V3}, read_spec, layer_tensors, DeepseekV3)

@@ -110,7 +110,7 @@ def gain(weight: torch.Tensor) -> torch.Tensor:
     return weight.float() + 1.0
 
 
-class DecoderLayer:
+class Gemma3Layer:
     """Attention and MLP, each between two norms."""
 
     def __init__(self, tensors: LayerTensors) -> None:
@@ -139,7 +139,7 @@ class DecoderLayer:
 class Gemma3(Decoder):
     """A decoder-only transformer of these layers, over a scaled embedding."""
 
-    layer_type = DecoderLayer
+    layer_type = Gemma3Layer
 
     @property
     def embedding_scale(self) -> float:

@@ -106,7 +106,7 @@ def _experts(spec: ModelSpec, moe: MoESpec) -> dict[str, Shape]:
     return tensors
 
 
-class DecoderLayer:
+class GptOssLayer:
     """Attention and experts, which both add to the residual stream."""
 
     def __init__(self, tensors: LayerTensors) -> None:
@@ -133,7 +133,7 @@ class DecoderLayer:
 class GptOss(Decoder):
     """A decoder-only transformer of these layers."""
 
-    layer_type = DecoderLayer
+    layer_type = GptOssLayer
 
 
 FAMILY = Family({"GptOssForCausalLM": GPT_OSS}, read_spec, layer_tensors, GptOss)

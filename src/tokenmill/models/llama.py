@@ -42,7 +42,7 @@ def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
     return norms | attention_tensors(spec) | feed_forward_tensors(spec, index)
 
 
-class DecoderLayer:
+class LlamaLayer:
     """Attention and MLP, which both add to the residual stream."""
 
     def __init__(self, tensors: LayerTensors) -> None:
@@ -90,7 +90,7 @@ class DecoderLayer:
 class Llama(Decoder):
     """A decoder-only transformer with grouped-query attention."""
 
-    layer_type = DecoderLayer
+    layer_type = LlamaLayer
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
         """On CPU in one call, where all layers are alike and no draft head reads between them."""
@@ -102,7 +102,7 @@ class Llama(Decoder):
         block_size = kv_cache[0][1].shape[2]
         if block_size not in self._stacks:
             spec = self.spec
-            dense = [layer.dense for layer in self.layers if isinstance(layer, DecoderLayer)]
+            dense = [layer.dense for layer in self.layers if isinstance(layer, LlamaLayer)]
             layers = [layer for layer in dense if layer is not None]
             heads = Heads(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, spec.softmax_scale

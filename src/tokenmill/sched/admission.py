@@ -7,7 +7,7 @@ from tokenmill.core.types import EngineStats
 from tokenmill.sched.cache.block_ledger import BlockLedger
 from tokenmill.sched.cache.encoder_cache import EncoderCache
 from tokenmill.sched.cache.prefix import (
-    Load,
+    PrefixLoad,
     StoredPrefix,
     cache_blocks,
     cache_loaded,
@@ -42,8 +42,8 @@ class Admission:
         self._images, self._meter, self._counters = images, meter, counters
         self.now_ns = 0  # of the step
         self._to_receive: list[Sequence] = []  # that take_to_receive() has not told
-        self._new_loads: list[Load] = []
-        self._loads: dict[Sequence, Load] = {}  # of sequences that have ended, too
+        self._new_loads: list[PrefixLoad] = []
+        self._loads: dict[Sequence, PrefixLoad] = {}  # of sequences that have ended, too
 
     # What fits.
 
@@ -193,7 +193,7 @@ class Admission:
         windows = self._ledger.occupy(seq, matched, end, start=end)
         absent = [*((block_id,) for block_id in seq.block_ids[len(matched) :]), *windows]
         pages = [Page(name, ids) for (name, _), ids in zip(stored.missing, absent, strict=True)]
-        load = self._loads[seq] = Load(seq, end, pages, ahead)
+        load = self._loads[seq] = PrefixLoad(seq, end, pages, ahead)
         self._new_loads.append(load)
         self._queues.move(seq, Status.LOADING)
 
@@ -224,7 +224,7 @@ class Admission:
         seqs, self._to_receive = self._to_receive, []
         return seqs
 
-    def take_loads(self) -> list[Load]:
+    def take_loads(self) -> list[PrefixLoad]:
         """Return the loads that are new, each once."""
         loads, self._new_loads = self._new_loads, []
         return loads
@@ -233,7 +233,7 @@ class Admission:
         """What a sequence has matched was not written: it has to start anew after its load."""
         self._loads[seq].spoilt = True
 
-    def end_load(self, load: Load, loaded: bool) -> None:
+    def end_load(self, load: PrefixLoad, loaded: bool) -> None:
         """Run the sequence of a load, or let it wait again where that failed.
 
         One that was loaded ahead of its place waits, too: nobody holds its blocks, so that running

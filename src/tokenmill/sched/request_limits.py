@@ -13,14 +13,14 @@ from tokenmill.sched.sequence import Sequence
 from tokenmill.sched.trackers import LOOP, LoopFinder, Thinking
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """The configuration, and the tokens of one sequence that the KV cache holds."""
 
     config: SchedulerConfig
     capacity: int
 
     @classmethod
-    def of(cls, config: SchedulerConfig, pool: BlockPool) -> Limits:
+    def of(cls, config: SchedulerConfig, pool: BlockPool) -> RequestLimits:
         most_new, size = config.most_new_tokens, pool.block_size
         return cls(config, pool.sliding.num_blocks(pool.num_blocks, most_new, size) * size)
 

@@ -27,7 +27,7 @@ from tokenmill.sched.decode_only import DecodeOnlyRun
 from tokenmill.sched.drafts import add_drafts, look_up, make_room, take_drafts, verified
 from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.queues import Queues
-from tokenmill.sched.request_limits import Limits
+from tokenmill.sched.request_limits import RequestLimits
 from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, Status, Step
 from tokenmill.sched.trackers import LOOP
 
@@ -81,7 +81,7 @@ class Scheduler:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.config, self.pool = config, pool
-        self.limits = Limits.of(config, pool)
+        self.limits = RequestLimits.of(config, pool)
         self.meter = meter or StepMeter()  # the caller tells it when time has passed
         self.leases = Leases(pool)
         # A prompt that may not be split takes its images as they are.

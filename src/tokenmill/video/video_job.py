@@ -21,7 +21,7 @@ from tokenmill.core.video import Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
 from tokenmill.kernels.bidirectional import ROUNDINGS, runs_on
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
-from tokenmill.models.wan.wan_vae import Tiles
+from tokenmill.models.wan.wan_vae import LatentTiles
 from tokenmill.video.experts import synchronize
 from tokenmill.video.pipeline import Pipeline
 from tokenmill.video.step_cache import StepCache
@@ -90,7 +90,7 @@ class VideoJob:
 
     def decode(self, latents: torch.Tensor) -> Iterator[bytes]:
         """RGB bytes of each latent frame's frames; nothing on ranks other than the first."""
-        tiles = Tiles() if self.params.vae_tiles else None
+        tiles = LatentTiles() if self.params.vae_tiles else None
         leads = self.pipeline.split.ranks.rank == 0
         for frames in self.pipeline.decoder.frames(latents, tiles):
             yield _to_bytes(frames) if leads else b""

@@ -36,7 +36,7 @@ class CaptureLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CaptureJob:
     """One graph to capture, or two that belong together."""
 
     place: int  # in the capture order of its kind; the jobs of several kinds take turns
@@ -136,17 +136,17 @@ def taken(before: Memory, now: Memory, num_captured: int) -> int:
     return held + max(0, min(others, num_captured * DRIVER_BYTES))
 
 
-def jobs_for(sizes: Sequence[int], capture: Callable[[int], None]) -> list[Job]:
+def jobs_for(sizes: Sequence[int], capture: Callable[[int], None]) -> list[CaptureJob]:
     """A job for each size, in the order of use."""
 
-    def job(place: int, size: int) -> Job:
-        return Job(place, lambda: capture(size))
+    def job(place: int, size: int) -> CaptureJob:
+        return CaptureJob(place, lambda: capture(size))
 
     return [job(place, size) for place, size in enumerate(capture_order(sizes))] if sizes else []
 
 
 def capture_all(
-    jobs: Sequence[Job],
+    jobs: Sequence[CaptureJob],
     limits: CaptureLimits,
     progress: Progress | None = None,
     now: Callable[[], float] = time.monotonic,

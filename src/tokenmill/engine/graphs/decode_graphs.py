@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.engine.graphs.capture import CaptureReport, Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import CaptureJob, CaptureReport, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.graphs.pieces import Pieces, try_and_record
 from tokenmill.engine.inputs import InputBuilder, newest_token
@@ -17,7 +17,7 @@ from tokenmill.sched.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedDecode:
     """Graphs and the tensors that they write."""
 
     pieces: Pieces
@@ -58,9 +58,9 @@ class DecodeGraphs:
         self.inputs = torch.zeros(4, self.stride, dtype=torch.int32, device=builder.device)
         self.inputs[2] = builder.tables.pad_row
         torch.arange(self.stride, out=self.inputs[3])
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[int, CapturedDecode] = {}
 
-    def jobs(self, pool: Any) -> list[Job]:
+    def jobs(self, pool: Any) -> list[CaptureJob]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
@@ -73,7 +73,7 @@ class DecodeGraphs:
         ranks = self.model.layout.ranks
         pieces, decoded = try_and_record(pool, ranks, lambda: self._decode(size))
         decoded = replace(decoded, logits=unowned(decoded.logits))
-        self._graphs[size] = Captured(pieces, decoded)
+        self._graphs[size] = CapturedDecode(pieces, decoded)
 
     def _decode(self, size: int) -> Decoded:
         """A step over views of the input buffer; only the order of its tiles changes."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
-from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import CaptureJob, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import graph_for, graph_sizes
 from tokenmill.engine.graphs.pieces import Pieces, try_and_record
 from tokenmill.engine.inputs import InputBuilder
@@ -36,7 +36,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedDrafting:
     """The two graphs of a batch size and what they write."""
 
     verify: Pieces
@@ -73,10 +73,10 @@ class DraftGraphs:
         self.ids, self.columns = ids.view(-1, depth + 1), self.inputs[len(ids) :].view(4, -1)
         self.columns[1] = self.builder.tables.pad_row
         self.tokens = torch.zeros(self.sizes[-1], depth + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[int, CapturedDrafting] = {}
         self._captured: list[int] = []
 
-    def jobs(self, pool: Any) -> list[Job]:
+    def jobs(self, pool: Any) -> list[CaptureJob]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
@@ -86,7 +86,7 @@ class DraftGraphs:
         if self.proposer is not None:
             draft, drafted = try_and_record(pool, ranks, lambda: self._draft(size, verified))
         verified = replace(verified, logits=unowned(verified.logits))
-        self._graphs[size] = Captured(verify, verified, draft, drafted)
+        self._graphs[size] = CapturedDrafting(verify, verified, draft, drafted)
         self._captured = sorted(self._graphs)
 
     def _size(self, count: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from tokenmill.core.images import Grid
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.engine.graphs.capture import Job, capturing, jobs_for
+from tokenmill.engine.graphs.capture import CaptureJob, capturing, jobs_for
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.kernels.segments import TILE_ROWS, Segments
 from tokenmill.layers.images import BegunPatches, ImageEncoder, Places
@@ -49,7 +49,7 @@ class EncoderGraphs:
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self.num_replayed = self.num_parts_replayed = 0
 
-    def jobs(self, pool: Any) -> list[Job]:
+    def jobs(self, pool: Any) -> list[CaptureJob]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 

@@ -19,7 +19,7 @@ from tokenmill.parallel import Ranks
 Made = TypeVar("Made")
 
 
-class Cut(NamedTuple):
+class CutBetween(NamedTuple):
     """What is done between two pieces, and its tensors, which lie in the graphs' memory.
 
     Attention is told whose blocks it reads, and its last tensor is the output. What ranks do
@@ -35,7 +35,7 @@ class Pieces(NamedTuple):
     """A step's graphs, one more than there are cuts."""
 
     graphs: list[torch.cuda.CUDAGraph]
-    cuts: list[Cut]
+    cuts: list[CutBetween]
 
     def replay(self, groups: Sequence[AttentionBatch] = ()) -> None:
         """Run the step; `groups` are its full layers and each group of sliding ones."""
@@ -64,7 +64,7 @@ class Recorder:
         """End a piece here; `do` runs when pieces are replayed."""
         capture = self._capture
         capture.cuda_graph.capture_end()
-        self._pieces.cuts.append(Cut(do, tuple(map(unowned, tensors)), group))
+        self._pieces.cuts.append(CutBetween(do, tuple(map(unowned, tensors)), group))
         capture.cuda_graph = torch.cuda.CUDAGraph()  # which the end of the capture ends
         self._pieces.graphs.append(capture.cuda_graph)
         mode = capture.capture_error_mode

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.engine.graphs.capture import Job, jobs_for, unowned
+from tokenmill.engine.graphs.capture import CaptureJob, jobs_for, unowned
 from tokenmill.engine.graphs.graph_sizes import capture_rank, graph_for, graph_sizes
 from tokenmill.engine.graphs.pieces import Pieces, Recorder, skip
 from tokenmill.engine.model import KVCache, Model
@@ -81,7 +81,7 @@ class PiecewiseGraphs:
         self._pieces: dict[int, tuple[Pieces, torch.Tensor]] = {}  # and their hidden states
         self.num_replayed = self.num_with_images = 0
 
-    def jobs(self, pool: Any) -> list[Job]:
+    def jobs(self, pool: Any) -> list[CaptureJob]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 

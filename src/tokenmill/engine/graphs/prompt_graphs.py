@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenmill.engine.drafts.proposer import Proposer
-from tokenmill.engine.graphs.capture import Job, jobs_for
+from tokenmill.engine.graphs.capture import CaptureJob, jobs_for
 from tokenmill.engine.graphs.pieces import Pieces, try_and_record
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.engine.model import KVCache, Model, likeliest
@@ -53,7 +53,7 @@ class PromptGraphs:
         self.inputs = torch.zeros(total, dtype=torch.int32, device=builder.device)
         self._graphs: dict[int, tuple[Pieces, Prompted]] = {}
 
-    def jobs(self, pool: Any) -> list[Job]:
+    def jobs(self, pool: Any) -> list[CaptureJob]:
         """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 

@@ -15,7 +15,7 @@ import torch
 
 from tokenmill.core.images import ImageInput, ImageSpan
 from tokenmill.core.types import RanksLostError, Request, SamplingParams
-from tokenmill.engine.launched import Launched
+from tokenmill.engine.launched import LaunchedStep
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.rank_messages import (
     CaptureGraphs,
@@ -147,7 +147,7 @@ class StepFollower:
     ) -> None:
         self._runner, self._rebalancer, self._capture = runner, rebalancer, capture
         self._copies = SequenceCopies()
-        self._last: Launched | None = None
+        self._last: LaunchedStep | None = None
 
     @torch.inference_mode()
     def do(self, message: RankMessage) -> None:

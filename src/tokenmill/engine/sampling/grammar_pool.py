@@ -26,7 +26,13 @@ from typing import Any
 import numpy as np
 
 from tokenmill.core.types import End, FinishReason, GrammarVocab, StructuredOutput
-from tokenmill.engine.sampling.grammar_process import HEADER, Ask, Begin, Forget, GrammarLimits
+from tokenmill.engine.sampling.grammar_process import (
+    HEADER,
+    Begin,
+    Forget,
+    GrammarAsk,
+    GrammarLimits,
+)
 from tokenmill.engine.sampling.sampler import Bitmask
 from tokenmill.sched.sequence import Sequence
 
@@ -81,7 +87,7 @@ class GrammarRow:
             told = seq.num_prompt_tokens
         self._num_told, self._drafts = len(seq.token_ids), drafts
         self.pending = True
-        self.process.ask(Ask(self.number, seq.token_ids[told:], drafts))
+        self.process.ask(GrammarAsk(self.number, seq.token_ids[told:], drafts))
         return True
 
     def masks(self, seq: Sequence, drafts: list[int]) -> list[Bitmask | None] | None:

@@ -68,7 +68,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GrammarAsk:
     """Move on by tokens; then: what may come next, and after each draft that may come?"""
 
     row: int
@@ -167,7 +167,7 @@ def serve(connection: socket.socket, compiler: GrammarCompiler, limits: GrammarL
                 rows.begin(begin)
             case Forget(row):
                 rows.followers.pop(row, None)
-            case Ask() as ask:
+            case GrammarAsk() as ask:
                 _allow_cpu(1 + int(limits.burst_s))
                 masks, error = rows.answer(ask)
                 if rows.spare_s < 0:
@@ -197,7 +197,7 @@ class _Rows:
             follower = RuledMatcher(follower, self._rules, self._vocab_size, banned)
         self.followers[begin.row] = follower
 
-    def answer(self, ask: Ask) -> tuple[list[Bitmask | None], str | None]:
+    def answer(self, ask: GrammarAsk) -> tuple[list[Bitmask | None], str | None]:
         """The masks of a row and of its drafts, or why there is none."""
         began_s = time.thread_time()
         follower = self.followers[ask.row]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tokenmill.engine.inputs import InputBuilder
-from tokenmill.engine.launched import LateRows, Launched
+from tokenmill.engine.launched import LateRows, LaunchedStep
 from tokenmill.engine.sampling.device_sampler import DeviceSampler, Sampled, upload
 from tokenmill.engine.sampling.sampler import (
     SampledRow,
@@ -36,7 +36,7 @@ class StepSampler:
 
     def choose(
         self,
-        launched: Launched,
+        launched: LaunchedStep,
         batch: Batch,
         rows: list[SampledRow],
         logits: torch.Tensor,
@@ -56,7 +56,7 @@ class StepSampler:
 
     def _chosen(
         self,
-        launched: Launched,
+        launched: LaunchedStep,
         rows: list[SampledRow],
         logits: torch.Tensor,
         newest: torch.Tensor,
@@ -104,7 +104,7 @@ class StepSampler:
         own, fed, kept = (part.index_select(0, index) for part in (slots, newest, logits))
         return LateRows([rows[i] for i in places], places, index, own.long(), fed, kept, tokens)
 
-    def sample_late(self, launched: Launched) -> None:
+    def sample_late(self, launched: LaunchedStep) -> None:
         """Sample the constrained rows of a step, whose masks are set by now."""
         late = launched.late
         if late is None:
@@ -119,10 +119,10 @@ class StepSampler:
 
     def send(
         self,
-        launched: Launched,
+        launched: LaunchedStep,
         tokens: torch.Tensor | None,
         proposed: torch.Tensor | None = None,
-    ) -> Launched:
+    ) -> LaunchedStep:
         """Send tokens and drafts to the host without waiting for them."""
         if self.ranks.rank:
             launched.done = self.mark()

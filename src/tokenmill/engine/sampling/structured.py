@@ -13,7 +13,7 @@ COMPILE_TIMEOUT_NS = 60 * 10**9
 _IDLE_WAIT_S = 0.005  # how long a step without a batch waits for a grammar
 
 
-class StructuredOutputs:
+class StructuredRequests:
     """The grammars of one engine's requests; without a pool there can be none."""
 
     def __init__(self, pool: GrammarPool | None) -> None:

@@ -22,7 +22,7 @@ FEW_ROWS = 1024  # up to here one launch sorts
 SORT_SPAN = 256
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Rows of tokens' choices (token * top_k + choice) sorted by expert, `rows` to a tile."""
 
     sorted_rows: torch.Tensor  # int32 [most * rows]
@@ -115,7 +115,7 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     return min(128, max(16, per_expert))
 
 
-def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
+def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> ExpertTiles:
     """Tiles of the rows of ids[t, top_k], `rows` to a tile or about what an expert gets."""
     count, device = ids.numel(), ids.device
     rows = rows or tile_rows(count, num_experts)
@@ -123,19 +123,19 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, rows: int = 0) -> Tiles:
     sorted_rows = torch.empty(most * rows, dtype=torch.int32, device=device)
     experts, sizes = torch.empty(2, most, dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    tiles = Tiles(sorted_rows, experts, sizes, num_tiles, rows, most)
+    tiles = ExpertTiles(sorted_rows, experts, sizes, num_tiles, rows, most)
     sort = _sort_few if count <= FEW_ROWS else _sort_many
     sort(ids, tiles, num_experts)
     return tiles
 
 
-def single_tiles(ids: torch.Tensor) -> Tiles:
+def single_tiles(ids: torch.Tensor) -> ExpertTiles:
     """A tile for each row, which takes no launch: few tokens seldom choose the same expert."""
     flat = ids.flatten()
-    return Tiles(flat, flat, flat, flat, 16, flat.shape[0], single=True)
+    return ExpertTiles(flat, flat, flat, flat, 16, flat.shape[0], single=True)
 
 
-def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
+def _sort_few(ids: torch.Tensor, tiles: ExpertTiles, num_experts: int) -> None:
     count, slots = ids.numel(), next_power_of_2(num_experts)
     _sort_kernel[(cdiv(count, PLACE_BLOCK),)](
         ids, tiles.sorted_rows, tiles.experts, tiles.sizes, tiles.num_used, count,
@@ -144,7 +144,7 @@ def _sort_few(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
     )  # fmt: skip
 
 
-def _sort_many(ids: torch.Tensor, tiles: Tiles, num_experts: int) -> None:
+def _sort_many(ids: torch.Tensor, tiles: ExpertTiles, num_experts: int) -> None:
     count, slots = ids.numel(), next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
     ranks = torch.empty(count, dtype=torch.int32, device=ids.device)

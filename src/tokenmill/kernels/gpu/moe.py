@@ -13,7 +13,7 @@ import triton.language as tl
 from tokenmill.kernels import MODE
 from tokenmill.kernels.gpu import hopper, mxfp4
 from tokenmill.kernels.gpu.dependent import launch_options, wait
-from tokenmill.kernels.gpu.expert_tiles import Tiles, sort_by_expert
+from tokenmill.kernels.gpu.expert_tiles import ExpertTiles, sort_by_expert
 from tokenmill.kernels.gpu.hopper import moe as hopper_moe
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2, quick
 from tokenmill.kernels.gpu.matmul import _load, matmul_by_tiles, skinny_matmul
@@ -187,7 +187,11 @@ def grouped_tile(rows: int) -> tuple[int, int, int]:
 
 
 def grouped_matmul(
-    x: torch.Tensor | QuantizedRows, weight: PackedExperts, tiles: Tiles, num_rows: int, share: int
+    x: torch.Tensor | QuantizedRows,
+    weight: PackedExperts,
+    tiles: ExpertTiles,
+    num_rows: int,
+    share: int,
 ) -> torch.Tensor:
     """Each tile's rows of x times its expert's W.T -> [num_rows, n]; row r reads x[r // share]."""
     values, scales = x if isinstance(x, QuantizedRows) else (x, None)

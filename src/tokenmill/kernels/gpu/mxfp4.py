@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tokenmill.kernels import MODE
 from tokenmill.kernels.gpu.dependent import enabled, launch_options, wait
-from tokenmill.kernels.gpu.expert_tiles import Tiles, single_tiles, sort_by_expert
+from tokenmill.kernels.gpu.expert_tiles import ExpertTiles, single_tiles, sort_by_expert
 from tokenmill.kernels.gpu.launch import cdiv, quick
 from tokenmill.kernels.gpu.rows import clamped_swiglu
 from tokenmill.kernels.moe import PackedExperts
@@ -317,7 +317,7 @@ def tile_shape(rows: int, most_tiles: int) -> TileShape:
     return TileShape(blocks, 3, 4, 2 if rows == 128 else 3, levels)
 
 
-def num_splits(ids: torch.Tensor, tiles: Tiles, down: PackedExperts) -> int:
+def num_splits(ids: torch.Tensor, tiles: ExpertTiles, down: PackedExperts) -> int:
     """Programs that share the channels of a row, where there are too few to keep a GPU reading.
 
     What they leave is added up with the choices; rows that go back to another rank have one.
@@ -328,8 +328,8 @@ def num_splits(ids: torch.Tensor, tiles: Tiles, down: PackedExperts) -> int:
 
 
 def _launch(
-    x: torch.Tensor, weight: PackedExperts, out: torch.Tensor, tiles: Tiles, up: bool, share: int,
-    clamp: tuple[float, float], shape: TileShape | None, splits: int = 1,
+    x: torch.Tensor, weight: PackedExperts, out: torch.Tensor, tiles: ExpertTiles, up: bool,
+    share: int, clamp: tuple[float, float], shape: TileShape | None, splits: int = 1,
 ) -> None:  # fmt: skip
     words, scales, bias, k = weight.data, weight.scales, weight.bias, weight.k
     assert words is not None and scales is not None and bias is not None
@@ -352,7 +352,7 @@ def _launch(
 def gate_up_product(
     x: torch.Tensor,
     weight: PackedExperts,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     share: int,
     activation: ClampedSwiGLU,
     shape: TileShape | None = None,
@@ -366,7 +366,7 @@ def gate_up_product(
 def down_product(
     gated: torch.Tensor,
     weight: PackedExperts,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     num_rows: int,
     shape: TileShape | None = None,
     splits: int = 1,

@@ -23,7 +23,7 @@ from tokenmill.kernels.segments import TILE_ROWS, Segments
 NARROWEST = 16  # channels of a product
 
 
-class Tile(NamedTuple):
+class SegmentTile(NamedTuple):
     """How a program goes through its keys."""
 
     keys: int = 64  # per turn
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-TILE = Tile()
+TILE = SegmentTile()
 
 
 @quick
@@ -187,7 +187,7 @@ def segment_attention(qkv: torch.Tensor, segments: Segments, num_heads: int) -> 
 
 
 def attend(
-    qkv: torch.Tensor, segments: Segments, num_heads: int, shape: Tile, tma: bool
+    qkv: torch.Tensor, segments: Segments, num_heads: int, shape: SegmentTile, tma: bool
 ) -> torch.Tensor:
     """segment_attention() by tiles of a shape; `tma`: the copy engine reads keys and values."""
     size = qkv.shape[1] // 3

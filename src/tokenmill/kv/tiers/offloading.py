@@ -20,7 +20,7 @@ from tokenmill.core.kv import DISK, HOST
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.host_tier import HostTier, Slots
 from tokenmill.kv.transfer import Read
-from tokenmill.sched.cache.prefix import Load, find_stored
+from tokenmill.sched.cache.prefix import PrefixLoad, find_stored
 from tokenmill.sched.cache.tiers import Page, hash_of, is_full
 from tokenmill.sched.scheduler import Scheduler
 
@@ -52,7 +52,7 @@ class DiskWork(Read, Protocol):
 class _Copy:
     """A load on its way: blocks come from disk to claimed slots first, then all to the device."""
 
-    load: Load
+    load: PrefixLoad
     began_ns: int
     slots: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -280,7 +280,7 @@ class KVTiers:
 
     # Back to the device.
 
-    def _start(self, load: Load) -> _Copy:
+    def _start(self, load: PrefixLoad) -> _Copy:
         """Pin what is in host memory, and read the rest from disk to slots."""
         copy = _Copy(load, time.perf_counter_ns())
         absent = []

@@ -65,7 +65,7 @@ def _res_tensors(name: str, first: int, last: int) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class LatentTiles:
     """Squares of latents that are decoded one by one; they overlap, and are blended there."""
 
     size: int = 32
@@ -90,7 +90,9 @@ class VideoDecoder:
         self._mean = torch.tensor(spec.latents_mean, device=device).view(shape)
         self._std = torch.tensor(spec.latents_std, device=device).view(shape)
 
-    def frames(self, latents: torch.Tensor, tiles: Tiles | None = None) -> Iterator[torch.Tensor]:
+    def frames(
+        self, latents: torch.Tensor, tiles: LatentTiles | None = None
+    ) -> Iterator[torch.Tensor]:
         """Latents [channels, frames, height, width] -> fp32 [frames, 3, height, width] in [-1, 1].
 
         One piece for each latent frame: one frame, then four at a time. Of several ranks, which
@@ -194,7 +196,7 @@ class VideoDecoder:
         frames = interpolate(x[0].transpose(0, 1), scale_factor=2.0, mode="nearest-exact")
         return self._conv2d(frames, f"{name}.resample.1").transpose(0, 1)[None]
 
-    def _join(self, rows: list[list[torch.Tensor]], tiles: Tiles) -> torch.Tensor:
+    def _join(self, rows: list[list[torch.Tensor]], tiles: LatentTiles) -> torch.Tensor:
         """Tiles blended into those above them and to their left, then side by side."""
         stride = tiles.stride * self.spec.spatial_stride
         overlap = (tiles.size - tiles.stride) * self.spec.spatial_stride
@@ -214,7 +216,7 @@ def _before(x: torch.Tensor, name: str, seen: Seen) -> torch.Tensor:
     return seen[name] if name in seen else x.new_zeros(*x.shape[:2], _SEEN, *x.shape[3:])
 
 
-def _places(shape: torch.Size, tiles: Tiles | None) -> list[list[tuple[int, int, int, int]]]:
+def _places(shape: torch.Size, tiles: LatentTiles | None) -> list[list[tuple[int, int, int, int]]]:
     """Top, bottom, left and right of each tile, by row; without tiles one of all."""
     height, width = shape
     if tiles is None:

@@ -69,7 +69,7 @@ class StoredPrefix(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PrefixLoad:
     """What is to be copied to the device for a sequence that holds the blocks for it."""
 
     seq: Sequence

@@ -36,7 +36,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     MASKED,
     ROWS,
     SCORES,
-    Shape,
+    ProgramShape,
     exp2,
     operand,
     ring_barriers,
@@ -55,8 +55,8 @@ FP8_SHIFT = gl.constexpr(8.0)  # weights in fp8 are up to 2^8
 
 SCORES_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 
-PLAIN = Shape(3, True)
-ROUNDED = Shape(2, False)
+PLAIN = ProgramShape(3, True)
+ROUNDED = ProgramShape(2, False)
 
 
 @gluon.jit
@@ -332,7 +332,9 @@ def attend_kernel(
     )  # fmt: skip
 
 
-def launch(packed: Packed, out: torch.Tensor, num_keys: int, shape: Shape | None = None) -> None:
+def launch(
+    packed: Packed, out: torch.Tensor, num_keys: int, shape: ProgramShape | None = None
+) -> None:
     """Attention to out[b, n, heads, DIM]."""
     branches, num_queries, heads, _ = out.shape
     codes, fp8 = packed.q_scales is not None, packed.v_scales is not None

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.kernels.gpu.dependent import launch_options, wait
-from tokenmill.kernels.gpu.expert_tiles import Tiles
+from tokenmill.kernels.gpu.expert_tiles import ExpertTiles
 from tokenmill.kernels.gpu.launch import next_power_of_2, quick
 from tokenmill.kernels.moe import PackedExperts
 
@@ -261,7 +261,12 @@ def suits(weight: PackedExperts) -> bool:
 
 
 def _launch(
-    x: torch.Tensor, weight: PackedExperts, out: torch.Tensor, tiles: Tiles, up: bool, share: int
+    x: torch.Tensor,
+    weight: PackedExperts,
+    out: torch.Tensor,
+    tiles: ExpertTiles,
+    up: bool,
+    share: int,
 ) -> None:
     data, n, k = weight.data, weight.n, weight.k
     assert data is not None and all(y.is_contiguous() for y in (x, data, out)) and x.shape[1] == k
@@ -277,7 +282,7 @@ def _launch(
 
 
 def gate_up_product(
-    x: torch.Tensor, weight: PackedExperts, tiles: Tiles, share: int
+    x: torch.Tensor, weight: PackedExperts, tiles: ExpertTiles, share: int
 ) -> torch.Tensor:
     """silu(gate(x)) * up(x) of x[r // share], rows r in the order of tiles."""
     gated = x.new_empty(tiles.most * tiles.rows, weight.n // 2)
@@ -286,7 +291,7 @@ def gate_up_product(
 
 
 def down_product(
-    gated: torch.Tensor, weight: PackedExperts, tiles: Tiles, num_rows: int
+    gated: torch.Tensor, weight: PackedExperts, tiles: ExpertTiles, num_rows: int
 ) -> torch.Tensor:
     """Rows in the order of tiles times W.T -> [num_rows, n] in the order of choices."""
     out = gated.new_empty(num_rows, weight.n)

@@ -29,7 +29,7 @@ from tokenmill.kernels.gpu.hopper.two_groups import (
     MASKED,
     ROWS,
     SCORES,
-    Shape,
+    ProgramShape,
     operand,
     ring_barriers,
     shrunk,
@@ -42,7 +42,7 @@ HIGH = gl.constexpr(16)
 
 LOW_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HIGH_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-SHAPE = Shape(stages=3, turns=True)
+SHAPE = ProgramShape(stages=3, turns=True)
 
 
 @gluon.jit
@@ -222,7 +222,7 @@ def takes(dim: int) -> bool:
 
 
 def attend(
-    qkv: torch.Tensor, segments: Segments, num_heads: int, shape: Shape = SHAPE
+    qkv: torch.Tensor, segments: Segments, num_heads: int, shape: ProgramShape = SHAPE
 ) -> torch.Tensor:
     """Attention of pre-scaled q over k and v of its segment, [t, 3 * heads * dim] -> [t, .]."""
     size = qkv.shape[1] // 3

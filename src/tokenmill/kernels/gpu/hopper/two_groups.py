@@ -22,7 +22,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
-class Shape(NamedTuple):
+class ProgramShape(NamedTuple):
     """How a program is laid out; the bits do not depend on it."""
 
     stages: int
