@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.harness import Benchmark, Report
 from tokenmill import console
 from tokenmill.core.flags import numbers, read_int, setting
-from tokenmill.routing.eplb_study import SKEWS, Shape, study
+from tokenmill.routing.eplb_study import SKEWS, ExpertShape, study
 
 COLUMNS = ("load", "ranks", "slots", "before", "placed", "balanced", "by_node", "place_ms")
 
@@ -27,7 +27,7 @@ def run(options: Options) -> Report:
 
     python -m benchmarks.eplb --ranks 8,16
     """
-    return {"rows": [study(skew, Shape(ranks)) for skew in SKEWS for ranks in options.ranks]}
+    return {"rows": [study(skew, ExpertShape(ranks)) for skew in SKEWS for ranks in options.ranks]}
 
 
 def show(report: Report) -> None:

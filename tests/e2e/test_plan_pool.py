@@ -19,12 +19,12 @@ import pytest
 
 from tokenmill.__main__ import run
 from tokenmill.bench.ceiling import measure_machine
-from tokenmill.plan.fit.calibration import Target, closed_loop_tok_s
+from tokenmill.plan.fit.calibration import CalibrationTarget, closed_loop_tok_s
 from tokenmill.plan.hardware import find_gpu
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import find_fit
 from tokenmill.plan.predict.lengths import Lengths
-from tokenmill.plan.predict.search import Choice
+from tokenmill.plan.predict.search import SearchSpace
 
 INPUT, OUTPUT = 32, 16
 LOAD = ("--input-len", str(INPUT), "--output-len", str(OUTPUT), "--api", "completions")
@@ -100,7 +100,9 @@ def test_two_workers_as_they_were_planned(
     sized = plan(capsys, *size, "--rate", f"{1.5 * one:.4f}", "--write", str(file))
     assert sized["workers"] == 2 and "--rate" in sized["bench"]
 
-    target = Target(find_model("smollm2"), find_gpu("core", own), 2, Choice(precision="int8"), None)
+    target = CalibrationTarget(
+        find_model("smollm2"), find_gpu("core", own), 2, SearchSpace(precision="int8"), None
+    )
     lengths = Lengths("equal", ((INPUT, OUTPUT),))
     efficiency = find_fit("tokenmill", mine).efficiency
     with served("--config", str(file)) as url:

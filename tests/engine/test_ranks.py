@@ -33,7 +33,7 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.images import ImageSpan
-from tokenmill.core.kv import PREFILLED, KVAddress, KVEvents, KVGeometry, KVNotice, KVWay
+from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVNotice, KVTransferEvents, KVWay
 from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
 from tokenmill.core.types import (
     Engine,
@@ -589,7 +589,7 @@ MESSAGES: list[Message] = [
         [OUTPUT],
         pack_events(EVENTS),
         RankState(True, STATS, (1, 2), (3, 4)),
-        KVEvents([], ["r"], []),
+        KVTransferEvents([], ["r"], []),
         50,
     ),
     rank_messages.VideoOrder(ModelConfig("wan"), True, VideoParallel(2, 4)),

@@ -12,10 +12,10 @@ from scheduler_integrity import check_scheduler
 from tokenmill.core.config import PoolConfig
 from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, StepResult
-from tokenmill.plan.cluster.cluster import ClusterConfig, Limits, expert_factor
-from tokenmill.plan.cluster.happening import Happening
+from tokenmill.plan.cluster.cluster import ClusterConfig, StepLimits, expert_factor
+from tokenmill.plan.cluster.faults import FaultEvent
 from tokenmill.plan.cluster.layout import Division, place_workers
-from tokenmill.plan.cluster.load import Load
+from tokenmill.plan.cluster.load import SimulatedLoad
 from tokenmill.plan.cluster.rank_work import RankWork
 from tokenmill.plan.cluster.report import full_report
 from tokenmill.plan.cluster.simulation import START_NS, Simulation
@@ -39,25 +39,25 @@ def cluster(
     division: Division = PAIR, gpus: int = 16, racks: int = 1, **changes: Any
 ) -> ClusterConfig:
     """A small system: few places, small steps, large blocks."""
-    limits = Limits(12, 256)
+    limits = StepLimits(12, 256)
     defaults: dict[str, Any] = {"max_model_len": 2000, "block_size": 512, "start_s": 0.5}
     layout = place_workers(GB300, gpus, racks, division)
     efficiency = find_fit("v6.0").efficiency
     return ClusterConfig(R1, layout, efficiency, limits, limits, **(defaults | changes))
 
 
-def finite(count: int, gap_ms: float = 4.0) -> Load:
+def finite(count: int, gap_ms: float = 4.0) -> SimulatedLoad:
     """Requests that come one after the other, share nothing, and all end."""
     trace = tuple(
         TraceRequest(gap_ms * n, i, o, range(100 * n, 100 * n - (-i // 16)))
         for n in range(count)
         for i, o in [PAIRS[n % len(PAIRS)]]
     )
-    return Load((), count, trace=trace, trace_block_tokens=16)
+    return SimulatedLoad((), count, trace=trace, trace_block_tokens=16)
 
 
-def report_of(config: ClusterConfig, load: Load, *happenings: Happening) -> dict[str, Any]:
-    simulation = Simulation(config, load, happenings)
+def report_of(config: ClusterConfig, load: SimulatedLoad, *faults: FaultEvent) -> dict[str, Any]:
+    simulation = Simulation(config, load, faults)
     return full_report(config, simulation, simulation.run())
 
 
@@ -100,7 +100,7 @@ def test_simulated_batches_are_those_of_the_scheduler() -> None:
     """A plain scheduler, told the same, chooses the same; what was skipped only decodes."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         spy = Spy(monkeypatch)
-        load = Load(PAIRS, 60, None, num_running=150, num_waiting=16)
+        load = SimulatedLoad(PAIRS, 60, None, num_running=150, num_waiting=16)
         report = report_of(cluster(), load)
     assert report["num_finished"]["length"] >= 60
     num_skipped = 0
@@ -141,15 +141,15 @@ def ones(batch: Batch) -> StepResult:
 
 @pytest.mark.parametrize("rate", [None, 400.0])
 def test_skipped_steps_change_nothing(rate: float | None) -> None:
-    load = Load(PAIRS, 50, rate, num_running=100, num_waiting=0 if rate else 16)
-    fail = Happening("fail", 0.1, "worker-1")
+    load = SimulatedLoad(PAIRS, 50, rate, num_running=100, num_waiting=0 if rate else 16)
+    fail = FaultEvent("fail", 0.1, "worker-1")
     skipping, stepping = (report_of(cluster(skips=skips), load, fail) for skips in (True, False))
     assert skipping == stepping and skipping["num_migrations"] > 0
 
 
-def ends(config: ClusterConfig, load: Load, *happenings: Happening) -> dict[str, Any]:
+def ends(config: ClusterConfig, load: SimulatedLoad, *faults: FaultEvent) -> dict[str, Any]:
     """A finite load: every request has ended, once, with all its tokens."""
-    simulation = Simulation(config, load, happenings)
+    simulation = Simulation(config, load, faults)
     outcome = simulation.run()
     assert not simulation.open and not outcome.running
     numbers = sorted(entry.number for entry in outcome.ended_entries)
@@ -166,7 +166,7 @@ def ends(config: ClusterConfig, load: Load, *happenings: Happening) -> dict[str,
 
 
 def test_a_dead_worker_loses_nothing() -> None:
-    report = ends(cluster(), finite(60), Happening("fail", 0.12, "worker-0"))
+    report = ends(cluster(), finite(60), FaultEvent("fail", 0.12, "worker-0"))
     assert report["num_finished"] == {"length": 60}
     failed, ready = report["events"]
     assert failed["migrated"] == report["num_migrations"] > 0
@@ -183,7 +183,7 @@ APART = Division(DEP8, 2, replace(DEP8, attention_dp=4), 2)
 @pytest.mark.parametrize("after_s", [0.05, 0.13])
 def test_prompts_computed_elsewhere_survive_either_worker(dead: str, after_s: float) -> None:
     config = cluster(APART, 24, 2)
-    report = ends(config, finite(60), Happening("fail", after_s, dead))
+    report = ends(config, finite(60), FaultEvent("fail", after_s, dead))
     assert report["num_finished"] == {"length": 60} and report["num_migrations"] > 0
     for where, gb_per_s in (("inside_racks", 900), ("between_racks", 100)):
         kv = report["network"][where]["kv"]
@@ -194,19 +194,19 @@ def test_prompts_computed_elsewhere_survive_either_worker(dead: str, after_s: fl
 
 def test_requests_whose_workers_die_too_often_end_in_an_error() -> None:
     config = cluster(pool=PoolConfig(max_migrations=0))
-    report = ends(config, finite(40), Happening("fail", 0.1, "worker-0"))
+    report = ends(config, finite(40), FaultEvent("fail", 0.1, "worker-0"))
     assert report["num_finished"]["error"] > 0 and sum(report["num_finished"].values()) == 40
 
 
 def test_requests_wait_for_the_only_worker_to_come_back() -> None:
     config = cluster(Division(DEP8, 1), 8)
-    report = ends(config, finite(12, 40.0), Happening("fail", 0.1, "worker-0"))
+    report = ends(config, finite(12, 40.0), FaultEvent("fail", 0.1, "worker-0"))
     assert report["num_finished"] == {"length": 12}
     assert report["events"][1]["held"] > 0 and report["ttft_ms"]["max"] > 700
 
 
 def test_a_worker_that_starts_takes_requests_when_it_is_ready() -> None:
-    simulation = Simulation(cluster(), finite(80, 20.0), (Happening("start", 0.2, "worker-1"),))
+    simulation = Simulation(cluster(), finite(80, 20.0), (FaultEvent("start", 0.2, "worker-1"),))
     outcome = simulation.run()
     late = simulation.workers["worker-1"]
     assert late.tally.num_steps > 0 and outcome.finished == {"length": 80}
@@ -257,7 +257,7 @@ def test_experts_that_were_never_placed_take_longer() -> None:
 
 def test_drafts_are_accepted_as_often_as_said() -> None:
     drafting = replace(DEP8, mtp_depth=3)
-    load = Load(((50, 400),), 40, None, num_running=64)
+    load = SimulatedLoad(((50, 400),), 40, None, num_running=64)
     config = cluster(Division(drafting, 1), 8, acceptance=0.5)
     simulation = Simulation(config, load)
     simulation.run()

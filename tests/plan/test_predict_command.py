@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.__main__ import run
-from tokenmill.plan.fit.fitting import Prior, Row, fit
+from tokenmill.plan.fit.fitting import FitRow, Prior, fit
 from tokenmill.plan.fit.own_runs import TABLE as RUNS
 from tokenmill.plan.fit.own_runs import own_runs
 from tokenmill.plan.fit.validation import BEST, OURS, Checked, markdown, summary, validate
@@ -270,7 +270,7 @@ def test_a_fit_finds_what_made_the_rows(tmp_path: Path) -> None:
         return float(predict(question, own)["output_tok_s"])
 
     start = true.scaled(products=1.25)
-    rows = [Row("one", rate(true), rate)]
+    rows = [FitRow("one", rate(true), rate)]
     found = fit(rows, Prior(start, {"products": 1.0}, row_sigma=0.02))
     assert found.products == pytest.approx(true.products, rel=0.03)
     stored = Fit("x", found, "2026-11-16", "made up", ("one",), 0.02)

@@ -12,13 +12,13 @@ import pytest
 from tokenmill.__main__ import run
 from tokenmill.cli.serve import SERVED
 from tokenmill.core.config import ParallelConfig, PoolConfig, SchedulerConfig
-from tokenmill.plan.fit.calibration import Target, closed_loop_tok_s
+from tokenmill.plan.fit.calibration import CalibrationTarget, closed_loop_tok_s
 from tokenmill.plan.hardware import find_gpu
 from tokenmill.plan.predict.benchmarks import benchmark_lengths
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import find_fit
 from tokenmill.plan.predict.lengths import Lengths
-from tokenmill.plan.predict.search import Choice
+from tokenmill.plan.predict.search import SearchSpace
 from tokenmill.settings import by_key, load
 
 DEEPSEEK = ("--model", "deepseek-r1", "--gpu", "gb300", "--lengths", "deepseek-r1")
@@ -186,7 +186,9 @@ def test_calibrate_finds_the_efficiencies_behind_a_result(
     true = base.scaled(products=0.7, layer_us=1.5)
     lengths = Lengths("equal", ((500, 100),))
     gpu = find_gpu("h200").as_measured()  # what tokenmill's efficiencies are shares of
-    target = Target(find_model("llama3.1-8b"), gpu, 1, Choice(precision="bf16"), None)
+    target = CalibrationTarget(
+        find_model("llama3.1-8b"), gpu, 1, SearchSpace(precision="bf16"), None
+    )
     paths = []
     for concurrency in (1, 16, 256):
         rate = closed_loop_tok_s(target, lengths, concurrency, true)

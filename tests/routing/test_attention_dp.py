@@ -15,9 +15,9 @@ from tokenmill.core.kv_events import Cleared, Dump, EventBatch, EventPublisher, 
 from tokenmill.core.types import Request, SamplingParams, StepResult
 from tokenmill.routing.attention_dp import (
     ContextBalancer,
-    Load,
     Outlook,
     RankCaches,
+    RankLoad,
     assign,
 )
 from tokenmill.sched.cache.blocks import BlockPool, block_hashes
@@ -27,7 +27,7 @@ loads = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5000)), min_size=1,
 prompts = st.lists(st.integers(1, 3000), max_size=30)
 
 
-def by_heap(loads: Sequence[Load], prompt_lens: Sequence[int]) -> list[int]:
+def by_heap(loads: Sequence[RankLoad], prompt_lens: Sequence[int]) -> list[int]:
     """The rule as TensorRT-LLM writes it."""
     total = sum(n for n, _ in loads) + len(prompt_lens)
     expected = max(-(-total // len(loads)), max(n for n, _ in loads))
@@ -44,7 +44,7 @@ def by_heap(loads: Sequence[Load], prompt_lens: Sequence[int]) -> list[int]:
 
 @settings(max_examples=80, deadline=None)
 @given(loads, prompts)
-def test_requests_are_spread(loads: list[Load], prompt_lens: list[int]) -> None:
+def test_requests_are_spread(loads: list[RankLoad], prompt_lens: list[int]) -> None:
     chosen = assign(loads, prompt_lens)
     assert chosen == by_heap(loads, prompt_lens) == assign(loads, prompt_lens, [{}] * len(chosen))
     counts = [n + chosen.count(rank) for rank, (n, _) in enumerate(loads)]
@@ -77,7 +77,7 @@ def test_who_holds_a_prompt_may_have_some_more() -> None:
 @settings(max_examples=80, deadline=None)
 @given(loads, prompts, st.randoms(use_true_random=False), st.integers(1, 12))
 def test_cached_prompts_never_overload_a_rank(
-    loads: list[Load], prompt_lens: list[int], source: random.Random, places: int
+    loads: list[RankLoad], prompt_lens: list[int], source: random.Random, places: int
 ) -> None:
     ranks = range(len(loads))
     cached = [{source.choice(ranks): source.randrange(n + 1)} for n in prompt_lens]

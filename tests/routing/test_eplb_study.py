@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tokenmill.routing.eplb_study import SKEWS, Shape, popularity, study
+from tokenmill.routing.eplb_study import SKEWS, ExpertShape, popularity, study
 
-SMALL = Shape(num_ranks=8, num_redundant=8, num_experts=64, num_layers=3, ranks_per_node=4)
+SMALL = ExpertShape(num_ranks=8, num_redundant=8, num_experts=64, num_layers=3, ranks_per_node=4)
 
 
 @pytest.mark.parametrize("skew", SKEWS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from api.sim import make_tokenizer
 from harmony_tokenizer import SPECIAL_TOKENS, harmony_tokenizer
-from tokenmill.cli.chat.chat_channels import Channels
+from tokenmill.cli.chat.chat_channels import ReasoningChannels
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.text.detokenize import Detokenizer, StopTable
 from tokenmill.text.harmony import HarmonyReader, HarmonyTokens, one_call_per_message
@@ -282,8 +282,8 @@ def test_how_constraints_begin() -> None:
 
 def test_a_terminal_shows_reasoning_and_keeps_the_answer() -> None:
     known = harmony_tokenizer()
-    channels = Channels.of(known, known.encode(PROMPT, False))
-    assert channels is not None and Channels.of(make_tokenizer(), [1]) is None
+    channels = ReasoningChannels.of(known, known.encode(PROMPT, False))
+    assert channels is not None and ReasoningChannels.of(make_tokenizer(), [1]) is None
     ids = known.encode(WELL_FORMED["reasoning and answer"][0], False)
     pieces = [channels.read([token_id], None) for token_id in ids] + [channels.read([], "stop")]
     assert "".join(shown for shown, _ in pieces) == "Well.\n\nHi."

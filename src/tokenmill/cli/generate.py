@@ -21,13 +21,13 @@ DEFAULTS = {"max-tokens": 256, "temperature": 0.7}
 
 
 @dataclass(frozen=True, slots=True)
-class PromptOptions:
+class GenerateOptions:
     chat: bool = setting(False, "Put the prompt through the model's chat template.")
     system: str | None = setting(None, "System prompt of the conversation.")
 
 
 PANELS = {
-    "Output": (PromptOptions, JsonOption),
+    "Output": (GenerateOptions, JsonOption),
     "Sampling": SAMPLING,
     **local.PANELS,
 }
@@ -60,7 +60,7 @@ def generate(
         token_ids = llm.tokenizer.encode_chat(messages(settings.get("system"), text))
     else:
         token_ids = llm.tokenizer.encode(text)
-    answer = local.Answer()
+    answer = local.ChatAnswer()
     as_json = settings.get("json")
     for piece in local.stream(llm, token_ids, sampling, answer):
         if not as_json:
@@ -80,7 +80,7 @@ def messages(system: str | None, user: str) -> list[dict[str, str]]:
     return [*head, {"role": "user", "content": user}]
 
 
-def _report(prompt: str, answer: local.Answer) -> dict[str, object]:
+def _report(prompt: str, answer: local.ChatAnswer) -> dict[str, object]:
     return {
         "prompt": prompt,
         "text": answer.text,

@@ -19,7 +19,7 @@ from tokenmill.settings.options import command
 from tokenmill.settings.shared import JsonOption, ServerAddress
 
 if TYPE_CHECKING:
-    from tokenmill.plan.recorded import Record
+    from tokenmill.plan.recorded import RunRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _recorded(path: Path) -> Json:
     }
 
 
-def _recorded_s(record: Record) -> float:
+def _recorded_s(record: RunRecord) -> float:
     """From the first step to the end of the last one."""
     began = [event[1] for event in record.events if event[0] == "schedule"]
     ended = [event[3] for event in record.events if event[0] == "update"]

@@ -85,7 +85,7 @@ class KVNotice:
 
 
 @dataclass(slots=True)
-class KVEvents:
+class KVTransferEvents:
     """What the front has to hear of moving KV."""
 
     notices: list[KVNotice]  # to pass on to the engine that decodes
@@ -158,7 +158,7 @@ class KVExchange(Protocol):
     def release(self, request_id: str) -> None:
         """End a lease; unknown ids are ignored."""
 
-    def take_events(self) -> KVEvents:
+    def take_events(self) -> KVTransferEvents:
         """What happened since the last call."""
 
     def wait_ms(self) -> int | None:

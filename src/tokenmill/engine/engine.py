@@ -26,7 +26,7 @@ from tokenmill.engine.rerun import run_in_parts
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.sampling.structured import StructuredRequests
 from tokenmill.kv.transfer import KVTransfer
-from tokenmill.routing.attention_dp import Load, Outlook
+from tokenmill.routing.attention_dp import Outlook, RankLoad
 from tokenmill.routing.step_rates import StepSums
 from tokenmill.sched.scheduler import Batch, Scheduler
 
@@ -196,7 +196,7 @@ class LanguageEngine:
         """Return what the requests that have not ended have taken so far, by id."""
         return self._scheduler.costs()
 
-    def load(self) -> Load:
+    def load(self) -> RankLoad:
         """Return the load of this engine, by which several such engines are balanced."""
         return self._scheduler.load()
 

@@ -15,7 +15,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokenmill.core.kv import LEASE_S, KVAddress, KVEvents, KVNotice, KVWay, common_ways, mismatch
+from tokenmill.core.kv import (
+    LEASE_S,
+    KVAddress,
+    KVNotice,
+    KVTransferEvents,
+    KVWay,
+    common_ways,
+    mismatch,
+)
 from tokenmill.core.types import Request, TokenmillError
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Sequence
@@ -161,11 +169,11 @@ class KVTransfer:
         """End a lease; unknown ids are ignored."""
         self._leases.release(request_id)
 
-    def take_events(self) -> KVEvents:
+    def take_events(self) -> KVTransferEvents:
         """What happened since the last call."""
         leases = self._leases
         received, self._received = self._received, []
-        return KVEvents(leases.take_notices(), received, leases.take_expired())
+        return KVTransferEvents(leases.take_notices(), received, leases.take_expired())
 
     def wait_ms(self) -> int | None:
         """How long a worker without other work may sleep; None: until a message comes."""

@@ -76,7 +76,7 @@ class RecordedRequest:
 
 
 @dataclass(slots=True)
-class Record:
+class RunRecord:
     """A file: the scheduler that was recorded, its requests, and its events in order."""
 
     path: Path
@@ -128,7 +128,7 @@ class Record:
         return recorded.tokens(start, start + count, self.block_size, self.known)
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """Read a file; RecordError says what is wrong with it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -139,7 +139,7 @@ def read_record(path: Path) -> Record:
     if version != VERSION:
         raise RecordError(f"{path}: has version {version}; this program reads version {VERSION}")
     names = {each.name for each in fields(SchedulerConfig)}
-    record = Record(
+    record = RunRecord(
         path,
         SchedulerConfig(**{name: value for name, value in config.items() if name in names}),
         header["num_blocks"],
@@ -212,7 +212,7 @@ class Reproduction:
 class Reproducer:
     """Drives a scheduler with the recorded calls."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._scheduler = record.scheduler(record.config, record.num_blocks)
         self._scheduler.resume(*record.progress)
@@ -304,7 +304,7 @@ def _short(items: list[list[int]]) -> str:
 
 
 def simulate(
-    record: Record, rates: StepRates, config: SchedulerConfig, num_blocks: int
+    record: RunRecord, rates: StepRates, config: SchedulerConfig, num_blocks: int
 ) -> dict[int, RequestTimes]:
     """The recorded arrivals in virtual time under another configuration; requests by number.
 
@@ -328,7 +328,7 @@ def simulate(
 
 
 def _step(
-    record: Record,
+    record: RunRecord,
     scheduler: Scheduler,
     rates: StepRates,
     now_ns: int,

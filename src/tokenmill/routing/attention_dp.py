@@ -20,14 +20,14 @@ from tokenmill.core.kv_events import Event, EventJournal, Hash, Removed, Stored
 from tokenmill.routing.kv_index import by_depth
 from tokenmill.sched.cache.blocks import hash_chain
 
-Load = tuple[int, int]  # a rank's (requests that are not finished, tokens of their KV)
+RankLoad = tuple[int, int]  # a rank's (requests that are not finished, tokens of their KV)
 Outlook = tuple[int, int]  # a rank's (context requests, decoding requests) before a step
 HELD_SHARE = 4  # a rank that holds one in so many tokens of a prompt may exceed its even share
 HOLDERS_SLACK = 4  # by one request in so many, and by one at least
 
 
 def assign(
-    loads: Sequence[Load],
+    loads: Sequence[RankLoad],
     prompt_lens: Sequence[int],
     cached: Sequence[Mapping[int, int]] | None = None,
     max_num_seqs: int | None = None,

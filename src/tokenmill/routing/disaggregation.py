@@ -14,7 +14,7 @@ class DisaggregationRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PrefillDecision:
     remote: bool
     reason: str
 
@@ -24,17 +24,17 @@ def place_prefill(
     num_cached_tokens: int,
     rule: DisaggregationRule,
     has_prefill_worker: bool = True,
-) -> Placement:
+) -> PrefillDecision:
     """Decide for a prompt of which `num_cached_tokens` lie where it will decode.
 
     A short or mostly cached prompt costs the decode worker less than the way through another one.
     """
     uncached = num_prompt_tokens - num_cached_tokens
     if not has_prefill_worker:
-        return Placement(False, "no prefill worker")
+        return PrefillDecision(False, "no prefill worker")
     if uncached < rule.min_tokens:
-        return Placement(False, f"{uncached} uncached tokens, under {rule.min_tokens}")
+        return PrefillDecision(False, f"{uncached} uncached tokens, under {rule.min_tokens}")
     if uncached < rule.min_share * num_prompt_tokens:
         share = uncached / num_prompt_tokens
-        return Placement(False, f"{share:.0%} uncached, under {rule.min_share:.0%}")
-    return Placement(True, f"{uncached} of {num_prompt_tokens} tokens uncached")
+        return PrefillDecision(False, f"{share:.0%} uncached, under {rule.min_share:.0%}")
+    return PrefillDecision(True, f"{uncached} of {num_prompt_tokens} tokens uncached")

@@ -15,7 +15,7 @@ SKEWS: tuple[Skew, ...] = ("lognormal", "zipf")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertShape:
     """The experts of a model and the ranks that hold them; DeepSeek-R1's by default."""
 
     num_ranks: int
@@ -36,7 +36,7 @@ class Shape:
         return max(1, self.num_ranks // self.ranks_per_node)
 
 
-def popularity(skew: Skew, shape: Shape, seed: int) -> np.ndarray:
+def popularity(skew: Skew, shape: ExpertShape, seed: int) -> np.ndarray:
     """Synthetic chances of experts, [layers, experts]: lognormal(0, 1), or Zipf's 1 / rank."""
     rng = np.random.default_rng(seed)
     size = (shape.num_layers, shape.num_experts)
@@ -48,7 +48,7 @@ def popularity(skew: Skew, shape: Shape, seed: int) -> np.ndarray:
     return chances
 
 
-def study(skew: Skew, shape: Shape, seed: int = 0) -> dict[str, object]:
+def study(skew: Skew, shape: ExpertShape, seed: int = 0) -> dict[str, object]:
     """Imbalance (busiest rank over mean, mean over layers) by way of placing, and its time."""
     chances = popularity(skew, shape, seed)
     rng = np.random.default_rng(seed + 1)

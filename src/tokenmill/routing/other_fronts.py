@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokenmill.routing.load_report import REPORT_MS, Announcement, FrontLoad, LoadReport
-from tokenmill.routing.prices import Load
+from tokenmill.routing.prices import WorkerLoad
 
 DECAY = 1.0 - 1 / 16384  # of what was learnt, with each report
 PRIOR_MS = 100.0  # of each worker without a request of others, which is assumed at first
@@ -286,7 +286,7 @@ class OtherFronts:
         """Another one for each front."""
         return self._fronts.index(self.front) if self._fronts else 0
 
-    def one_more(self, load: Load) -> Load:
+    def one_more(self, load: WorkerLoad) -> WorkerLoad:
         """A worker's load with one more request of mean size."""
         mean = self._mean
         return load._replace(

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenmill.routing.prices import Line, Load, Prices
+from tokenmill.routing.prices import Line, Prices, WorkerLoad
 
 
 @dataclass(slots=True)
-class Choice:
+class RoutingChoice:
     """A request and the workers that may take it, by slot."""
 
     num_tokens: int
     now_ms: float
     turn: int  # how many were chosen before
-    loads: list[Load]
+    loads: list[WorkerLoad]
     lines: list[Line]
     prices: Prices
     slots: dict[str, int]
@@ -30,7 +30,7 @@ class Choice:
 class Policy:
     """How to choose, and how to explain a choice."""
 
-    costs: Callable[[Choice], list[float]]
+    costs: Callable[[RoutingChoice], list[float]]
     rule: str  # a sentence without its subject, such as "the lowest cost wins"
     term: str = ""  # of a decision, by which workers are compared
     reason: str = ""  # why a worker, where no term says it
@@ -38,7 +38,7 @@ class Policy:
     counts_load: bool = False  # what workers have to do counts
 
 
-def _kv(choice: Choice) -> list[float]:
+def _kv(choice: RoutingChoice) -> list[float]:
     """Up to a constant: see router.py."""
     now_ms, num_tokens = choice.now_ms, choice.num_tokens
     costs = [
@@ -54,16 +54,16 @@ def _kv(choice: Choice) -> list[float]:
     return costs
 
 
-def _round_robin(choice: Choice) -> list[float]:
+def _round_robin(choice: RoutingChoice) -> list[float]:
     count = len(choice.loads)
     return [float((slot - choice.turn) % count) for slot in range(count)]
 
 
-def _least_loaded(choice: Choice) -> list[float]:
+def _least_loaded(choice: RoutingChoice) -> list[float]:
     return [float(load.num_requests) for load in choice.loads]
 
 
-def _random(choice: Choice) -> list[float]:
+def _random(choice: RoutingChoice) -> list[float]:
     return [0.0] * len(choice.loads)
 
 

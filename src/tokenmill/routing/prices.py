@@ -12,7 +12,7 @@ OPENING = 0.125  # of a stall: prompts that come later may open the step that th
 LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
 
 
-class Load(NamedTuple):
+class WorkerLoad(NamedTuple):
     """What was routed to a worker and has not ended, and the step that it runs."""
 
     queued_tokens: int = 0  # uncached and not computed yet
@@ -29,7 +29,7 @@ class Load(NamedTuple):
         return max(self.num_pending - self.step_pending, 0)
 
 
-IDLE = Load()
+IDLE = WorkerLoad()
 # A worker's cost as a function of time and tokens: that of a prompt without tokens at time 0 if
 # the step there is in time, and if it is late; how the latter grows with time; that of each token.
 Line = tuple[float, float, float, float]
@@ -60,26 +60,26 @@ class Prices:
         stall = config.decode_weight
         return cls(rates, uncached, request, kv, stall, OPENING * stall * alone * rates.mixed)
 
-    def step_ms(self, load: Load) -> float:
+    def step_ms(self, load: WorkerLoad) -> float:
         """How long the step that runs on a worker should take."""
         rates = self.rates
         decode = rates.sequence * load.num_requests + rates.kv * load.kv_tokens
         prefill = rates.prefill * load.step_tokens + (rates.mixed if load.step_pending else 0.0)
         return rates.base + decode + prefill
 
-    def queue_ms(self, load: Load) -> float:
+    def queue_ms(self, load: WorkerLoad) -> float:
         return self.rates.prefill * max(load.queued_tokens - load.step_tokens, 0)
 
-    def decode_ms(self, load: Load, num_tokens: int) -> float:
+    def decode_ms(self, load: WorkerLoad, num_tokens: int) -> float:
         count = load.num_requests
         return self.request * count + self.kv * (load.kv_tokens + count * num_tokens)
 
-    def opening_ms(self, load: Load) -> float:
+    def opening_ms(self, load: WorkerLoad) -> float:
         """What a step takes once for all of its prompts, if this one is the first."""
         return 0.0 if load.num_waiting else self.opening * load.num_requests
 
     def terms(
-        self, load: Load, now_ms: float, num_tokens: int, uncached: int, paid: float
+        self, load: WorkerLoad, now_ms: float, num_tokens: int, uncached: int, paid: float
     ) -> dict[str, float]:
         """The cost on one worker and what it consists of; of uncached tokens some are `paid`."""
         ran_ms = now_ms - load.step_began_ms
@@ -94,7 +94,7 @@ class Prices:
         }
         return terms | {"cost_ms": sum(terms.values())}
 
-    def line(self, load: Load) -> Line:
+    def line(self, load: WorkerLoad) -> Line:
         """terms() of a prompt, but for its tokens and the time."""
         count, began_ms = load.num_requests, load.step_began_ms
         rest = self.queue_ms(load) + self.decode_ms(load, 0) + self.opening_ms(load)

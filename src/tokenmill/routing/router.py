@@ -37,8 +37,8 @@ from tokenmill.core.types import TokenmillError
 from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.load_report import Announcement, LoadReport, shared_tokens
 from tokenmill.routing.other_fronts import OtherFronts
-from tokenmill.routing.policies import POLICIES, Choice
-from tokenmill.routing.prices import IDLE, Line, Load, Prices
+from tokenmill.routing.policies import POLICIES, RoutingChoice
+from tokenmill.routing.prices import IDLE, Line, Prices, WorkerLoad
 from tokenmill.routing.step_rates import PRIOR, StepRates
 from tokenmill.routing.tier_prices import cached_tokens, tier_price
 from tokenmill.sched.cache.blocks import U64, hash_chain
@@ -58,7 +58,7 @@ FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, befo
 Basis = Literal["events", "partial events", "assumed"]
 
 
-class ToldCaches(Protocol):
+class CacheReports(Protocol):
     """What backends that publish events hold; engine_events/told_caches.py has it."""
 
     def basis(self, backend: str, /) -> Basis: ...
@@ -84,7 +84,7 @@ class Decision:
     num_prompt_tokens: int
     num_cached_tokens: int  # on the worker chosen, as far as is known
     workers: list[str]
-    loads: list[Load]  # by worker, before this request
+    loads: list[WorkerLoad]  # by worker, before this request
     cached_tokens: dict[str, int]  # by worker; those without any are left out
     prices: Prices
     now_ms: float
@@ -98,7 +98,7 @@ class Decision:
         pairs = zip(self.workers, self.loads, strict=True)
         return {name: self._terms(name, load) for name, load in pairs}
 
-    def _terms(self, name: str, load: Load) -> dict[str, float]:
+    def _terms(self, name: str, load: WorkerLoad) -> dict[str, float]:
         num_tokens = self.num_prompt_tokens
         uncached = num_tokens - self.cached_tokens.get(name, 0)
         held = max(self.cached_tokens.values(), default=0)
@@ -131,7 +131,7 @@ class Router:
         self.config = config
         self.policy = POLICIES[config.policy]
         self.index = KVIndex()
-        self.told: ToldCaches | None = None  # of backends that publish events
+        self.told: CacheReports | None = None  # of backends that publish events
         self._num_output_tokens = OUTPUT_TOKENS  # of an answer, a moving mean
         self._num_answers = 0
         self._answers: deque[int] = deque(maxlen=MEMORY)  # tokens of those that ended, unannounced
@@ -143,7 +143,7 @@ class Router:
         self._others = OtherFronts(front, config.seed)
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
-        self._loads: list[Load] = []  # by slot
+        self._loads: list[WorkerLoad] = []  # by slot
         self._lines: list[Line] = []
         self._routed: dict[str, _Routed] = {}
         self._token_ms: dict[str, dict[str, float]] = {}  # by worker and tier, as it has measured
@@ -169,7 +169,7 @@ class Router:
         """The share of prompts that have a step for themselves."""
         return max(self._num_alone, 0.0) / self._num_learned
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[WorkerLoad]:
         """What each worker has to do, by the order of `workers`; a copy."""
         return self._loads.copy()
 
@@ -381,7 +381,7 @@ class Router:
         if slot is None:
             return
         queued, kv, count, pending, *_ = self._loads[slot]
-        self._set(slot, Load(queued, kv, count, pending, 1e3 * now_s, queued, pending))
+        self._set(slot, WorkerLoad(queued, kv, count, pending, 1e3 * now_s, queued, pending))
 
     def _begin_if_idle(self, name: str, num_requests: int, now_s: float) -> None:
         """What comes to a worker that has nothing else begins at once."""
@@ -420,9 +420,9 @@ class Router:
         queued, kv, count, pending, began_ms, tokens, step_pending = self._loads[slot]
         queued, kv = queued + queued_tokens, kv + kv_tokens
         count, pending = count + num_requests, pending + num_pending
-        self._set(slot, Load(queued, kv, count, pending, began_ms, tokens, step_pending))
+        self._set(slot, WorkerLoad(queued, kv, count, pending, began_ms, tokens, step_pending))
 
-    def _set(self, slot: int, load: Load) -> None:
+    def _set(self, slot: int, load: WorkerLoad) -> None:
         self._loads[slot] = load
         self._lines[slot] = self._prices.line(load)
 
@@ -485,7 +485,7 @@ class Router:
         """The worker with the lowest cost, any of several; nearly so if `others` choose, too."""
         names = self._names
         self._turn += 1
-        choice = Choice(
+        choice = RoutingChoice(
             num_tokens,
             1e3 * now_s,
             self._turn,
@@ -508,7 +508,7 @@ class Router:
         best = [name for name, cost in zip(names, costs, strict=True) if cost == lowest]
         return self._rng.choice(best)
 
-    def _by_turns(self, choice: Choice, costs: list[float], num_more: float) -> str:
+    def _by_turns(self, choice: RoutingChoice, costs: list[float], num_more: float) -> str:
         """Of the workers that are nearly the best, the one that got the fewest from here.
 
         They cost no more than the best one would with so many more requests, which other fronts

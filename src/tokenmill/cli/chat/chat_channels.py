@@ -9,11 +9,11 @@ from tokenmill.text.parsers import ContentDelta, ReasoningDelta
 from tokenmill.text.tokenizer import Tokenizer
 
 
-class Channels:
+class ReasoningChannels:
     """Tells the reasoning of a model that writes on channels from its answer."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, prompt: list[int]) -> Channels | None:
+    def of(cls, tokenizer: Tokenizer, prompt: list[int]) -> ReasoningChannels | None:
         """A reader of what follows a prompt; None where the model has no channels."""
         tokens = resolve_style(tokenizer, "auto", "auto").harmony
         return None if tokens is None else cls(tokenizer, tokens, prompt)

@@ -42,7 +42,7 @@ PANELS = {
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer."
 
 Messages = list[dict[str, Any]]
-Source = Callable[[Messages, local.Answer], Iterator[str]]
+Source = Callable[[Messages, local.ChatAnswer], Iterator[str]]
 
 
 def register(app: typer.Typer) -> None:
@@ -75,15 +75,15 @@ def chat(settings: Settings) -> None:
 def _local(settings: Settings, sampling: SamplingParams) -> tuple[str, Source]:
     """The model's name, and what streams its answers."""
     llm = local.load_llm(settings)
-    from tokenmill.cli.chat.chat_channels import Channels
+    from tokenmill.cli.chat.chat_channels import ReasoningChannels
     from tokenmill.vision.processor import load_processor
 
     prompts = ImagePrompts(load_processor(llm.path), llm.built.max_model_len)
     prompts.check(settings.get("image"))
 
-    def source(messages: Messages, answer: local.Answer) -> Iterator[str]:
+    def source(messages: Messages, answer: local.ChatAnswer) -> Iterator[str]:
         prompt, images = prompts.encode(llm.tokenizer, messages)
-        channels = Channels.of(llm.tokenizer, prompt)
+        channels = ReasoningChannels.of(llm.tokenizer, prompt)
         return local.stream(llm, prompt, sampling, answer, channels, images)
 
     return settings.get("model"), source
@@ -117,7 +117,7 @@ def _answer(source: Source, messages: Messages, question: str, images: Messages)
     """Stream one answer; a question that fails is taken out of the conversation again."""
     content = [*images, {"type": "text", "text": question}] if images else question
     messages.append({"role": "user", "content": content})
-    answer = local.Answer()
+    answer = local.ChatAnswer()
     texts = source(messages, answer)
     try:
         for text in wrapped(texts, console.out.width) if console.out.is_terminal else texts:

@@ -36,7 +36,7 @@ from tokenmill.settings import (
 )
 
 if TYPE_CHECKING:
-    from tokenmill.cli.chat.chat_channels import Channels
+    from tokenmill.cli.chat.chat_channels import ReasoningChannels
     from tokenmill.llm import LLM
 
 LOCAL_MODEL = without(MODEL, "weights-seed")  # LLM() seeds no weights
@@ -55,7 +55,7 @@ PANELS = {
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One answer: its text so far, and what it cost."""
 
     text: str = ""
@@ -107,8 +107,8 @@ def stream(
     llm: LLM,
     token_ids: list[int],
     sampling: SamplingParams,
-    answer: Answer,
-    channels: Channels | None = None,
+    answer: ChatAnswer,
+    channels: ReasoningChannels | None = None,
     images: tuple[ImageSpan, ...] = (),
 ) -> Iterator[str]:
     """Text as it is generated; Ctrl-C ends the answer between two steps, never inside one.

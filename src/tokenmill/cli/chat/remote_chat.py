@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmill.cli.chat.local_chat import Answer
+from tokenmill.cli.chat.local_chat import ChatAnswer
 from tokenmill.core.types import TokenmillError
 
 CONNECT_TIMEOUT_S = 600
@@ -34,7 +34,7 @@ class Server:
         self._sampling = sampling
         self.model = model or self._first_model()
 
-    def stream(self, messages: list[dict[str, Any]], answer: Answer) -> Iterator[str]:
+    def stream(self, messages: list[dict[str, Any]], answer: ChatAnswer) -> Iterator[str]:
         """Text as it arrives; leaving early closes the connection, which aborts the request."""
         body = {
             "model": self.model,
@@ -88,7 +88,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     raise RemoteError("the server ended the answer before it was complete")
 
 
-def _take(event: dict[str, Any], answer: Answer) -> Iterator[str]:
+def _take(event: dict[str, Any], answer: ChatAnswer) -> Iterator[str]:
     """Note what a chunk says, and yield its text."""
     if usage := event.get("usage"):
         answer.num_prompt_tokens = usage["prompt_tokens"]

@@ -24,7 +24,7 @@ from tokenmill.settings import Settings, SettingsError, only
 from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
-    from tokenmill.plan.pareto.curves import Case, Curve
+    from tokenmill.plan.pareto.curves import Curve, ParetoCase
     from tokenmill.plan.pareto.pareto_page import Result
 
 PARETO = {
@@ -87,9 +87,9 @@ def _result(settings: Settings) -> Result:
     return Result(case, xs, tuple(curves), tuple(published), tuple(left_out))
 
 
-def _case(settings: Settings) -> Case:
+def _case(settings: Settings) -> ParetoCase:
     """A benchmark, or a model with lengths of the user's own."""
-    from tokenmill.plan.pareto.curves import Case
+    from tokenmill.plan.pareto.curves import ParetoCase
     from tokenmill.plan.predict.benchmarks import benchmark_lengths, find_benchmark
     from tokenmill.plan.predict.efficiencies import find_fit
 
@@ -100,15 +100,15 @@ def _case(settings: Settings) -> Case:
     if "model" in settings:
         lengths = named_lengths(settings)
         limit_s = 2.0 if ttft_s is None else ttft_s
-        return Case(settings.get("model"), lengths, fit, round, None, limit_s, *common)
+        return ParetoCase(settings.get("model"), lengths, fit, round, None, limit_s, *common)
     if settings.get("lengths") or settings.get("output-len"):
         raise SettingsError("--lengths and --output-len need --model: a benchmark has its own")
     benchmark = find_benchmark(settings.get("benchmark"), round)
     lengths = benchmark_lengths(benchmark.name)
-    return Case(benchmark.model, lengths, fit, round, benchmark, ttft_s, *common)
+    return ParetoCase(benchmark.model, lengths, fit, round, benchmark, ttft_s, *common)
 
 
-def _interactivities(settings: Settings, case: Case) -> tuple[float, ...]:
+def _interactivities(settings: Settings, case: ParetoCase) -> tuple[float, ...]:
     """Offline, those asked for, and those of the benchmark's limits."""
     from tokenmill.plan.pareto.curves import OFFLINE
 
@@ -117,7 +117,9 @@ def _interactivities(settings: Settings, case: Case) -> tuple[float, ...]:
     return tuple(sorted({OFFLINE, *settings.get("interactivity"), *published}))
 
 
-def _curves(settings: Settings, case: Case, xs: tuple[float, ...]) -> tuple[list[Curve], list[str]]:
+def _curves(
+    settings: Settings, case: ParetoCase, xs: tuple[float, ...]
+) -> tuple[list[Curve], list[str]]:
     """A curve of each GPU and precision; what cannot be drawn is named with its reason."""
     from tokenmill.plan.hardware import PlanError, find_gpu
     from tokenmill.plan.pareto.curves import draw_curve, precisions_for

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.predict.benchmarks import Benchmark
     from tokenmill.plan.predict.lengths import Lengths
     from tokenmill.plan.predict.prediction import Question
-    from tokenmill.plan.predict.search import Choice
+    from tokenmill.plan.predict.search import SearchSpace
 
 CONFIGURATION = "Configuration (searched for where not given)"
 PREDICT = {
@@ -114,12 +114,12 @@ def own_file(settings: Settings, key: str) -> Path | None:
     return Path(path).expanduser() if path else None
 
 
-def choice_of(settings: Settings, question: Question) -> Choice:
+def choice_of(settings: Settings, question: Question) -> SearchSpace:
     """What of the configuration is given; the rest is what a submission would choose among."""
     return given_choice(settings, question.choice())
 
 
-def given_choice(settings: Settings, base: Choice) -> Choice:
+def given_choice(settings: Settings, base: SearchSpace) -> SearchSpace:
     """The choice with what flags and file give."""
     given: dict[str, Any] = {"acceptance": settings.get("acceptance")}
     if settings.get("precision"):

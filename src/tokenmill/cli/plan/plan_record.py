@@ -12,7 +12,7 @@ from tokenmill.core.metrics import RequestTimes, percentile, summarize
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from tokenmill.plan.recorded import Record, Reproduction
+    from tokenmill.plan.recorded import Reproduction, RunRecord
 
 # What may differ from the recorded run: the setting, and the scheduler's field.
 FIELDS = {
@@ -56,7 +56,7 @@ def replay_record(settings: Settings) -> None:
     console.print_json(report, settings.get("json"))
 
 
-def _has_drafts(record: Record) -> bool:
+def _has_drafts(record: RunRecord) -> bool:
     return any(event[0] == "update" and event[5] and any(event[5]) for event in record.events)
 
 

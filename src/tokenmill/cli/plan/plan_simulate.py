@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tokenmill.core.mooncake import TraceRequest
     from tokenmill.core.specs.spec import ModelSpec
     from tokenmill.plan.cluster.cluster import ClusterConfig
-    from tokenmill.plan.cluster.happening import Happening
+    from tokenmill.plan.cluster.faults import FaultEvent
     from tokenmill.plan.cluster.setup import Asked
-    from tokenmill.plan.cluster.steady import Demanded
+    from tokenmill.plan.cluster.steady import Demand
     from tokenmill.plan.predict.lengths import Lengths
     from tokenmill.plan.predict.prediction import Question
     from tokenmill.plan.predict.steady_state import Limit
@@ -66,14 +66,15 @@ def simulate(settings: Settings) -> None:
 
     tokenmill plan simulate --config recipes/plan-attention-dp-8xgb200.toml
     """
-    from tokenmill.plan.cluster import happening, steady
+    from tokenmill.plan.cluster import faults as fault_events
+    from tokenmill.plan.cluster import steady
     from tokenmill.plan.cluster.report import PREDICTION, describe_workers
     from tokenmill.plan.cluster.setup import build
 
     begin = time.process_time()
     asked, demanded, trace = _asked(settings)
     config = build(asked)
-    happenings = happening.read_happenings(
+    faults = fault_events.read_fault_events(
         settings.get("fail"), settings.get("start"), config.layout
     )
     demanded = _with_rate(settings, config, demanded, bool(trace))
@@ -88,13 +89,13 @@ def simulate(settings: Settings) -> None:
         "rate": demanded.rate,
         "configuration": describe_workers(config.layout.workers),
         "what": PREDICTION,
-        **_run(config, demanded, trace, settings, happenings),
+        **_run(config, demanded, trace, settings, faults),
     }
     if demanded.limit is not None and demanded.rate is not None:
         report["limits"] = asdict(demanded.limit)
         report["within_limits"] = steady.holds(report, demanded.limit)
     report["published"] = _published(settings, asked, report)
-    if asked.racks > 1 and settings.get("scale-out") and not trace and not happenings:
+    if asked.racks > 1 and settings.get("scale-out") and not trace and not faults:
         report["scale_out"] = _scale_out(settings, asked, config, demanded, report)
     if settings.get("ladder") and not trace:
         report["ladder"] = _ladder(config, demanded)
@@ -109,19 +110,19 @@ def simulate(settings: Settings) -> None:
 # What is asked.
 
 
-def _asked(settings: Settings) -> tuple[Asked, Demanded, tuple[TraceRequest, ...]]:
+def _asked(settings: Settings) -> tuple[Asked, Demand, tuple[TraceRequest, ...]]:
     from tokenmill.plan.cluster.setup import Asked, places_of
-    from tokenmill.plan.cluster.steady import Demanded
+    from tokenmill.plan.cluster.steady import Demand
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict.efficiencies import find_fit
-    from tokenmill.plan.predict.search import Choice
+    from tokenmill.plan.predict.search import SearchSpace
 
     gpu = find_gpu(settings.get("gpu"), own_file(settings, "hardware"))
     fit = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
     question = _question(settings)
     trace = _trace(settings)
     spec, lengths, limit = _load(settings, question, trace)
-    choice = question.choice() if question else Choice(disaggregates=settings.get("gpus") > 8)
+    choice = question.choice() if question else SearchSpace(disaggregates=settings.get("gpus") > 8)
     choice = given_choice(settings, choice)
     choice = replace(choice, max_sequences=places_of(settings.get("max-num-seqs")))
     asked = Asked(
@@ -149,7 +150,7 @@ def _asked(settings: Settings) -> tuple[Asked, Demanded, tuple[TraceRequest, ...
         seed=settings.get("seed"),
     )
     rate = settings.get("rate") if "rate" in settings else None
-    demanded = Demanded(lengths, settings.get("num-requests"), rate, limit, settings.get("seed"))
+    demanded = Demand(lengths, settings.get("num-requests"), rate, limit, settings.get("seed"))
     return asked, demanded, trace
 
 
@@ -212,8 +213,8 @@ def _longest(lengths: Lengths, trace: tuple[TraceRequest, ...]) -> int:
 
 
 def _with_rate(
-    settings: Settings, config: ClusterConfig, demanded: Demanded, is_trace: bool
-) -> Demanded:
+    settings: Settings, config: ClusterConfig, demanded: Demand, is_trace: bool
+) -> Demand:
     """The rate that is given, or the highest within the limits, times what runs reached of it."""
     from tokenmill.plan.cluster.steady import highest_rate
 
@@ -235,17 +236,17 @@ def _with_rate(
 
 def _run(
     config: ClusterConfig,
-    demanded: Demanded,
+    demanded: Demand,
     trace: tuple[TraceRequest, ...],
     settings: Settings,
-    happenings: tuple[Happening, ...],
+    faults: tuple[FaultEvent, ...],
 ) -> Report:
     from tokenmill.plan.cluster import steady
-    from tokenmill.plan.cluster.load import Load
+    from tokenmill.plan.cluster.load import SimulatedLoad
 
     if trace:
         tokens = settings.get("trace-block-tokens")
-        load = Load((), len(trace), trace=trace, trace_block_tokens=tokens)
+        load = SimulatedLoad((), len(trace), trace=trace, trace_block_tokens=tokens)
     elif demanded.rate is None:
         load = steady.closed_load(config, demanded)
     else:
@@ -254,7 +255,7 @@ def _run(
         f"{load.num_requests:,} requests over {len(config.layout.workers)} workers, "
         f"{load.num_running:,} under way at the begin"
     )
-    return steady.simulate(config, load, happenings)
+    return steady.simulate(config, load, faults)
 
 
 def _published(settings: Settings, asked: Asked, report: Report) -> list[Report]:
@@ -279,7 +280,7 @@ def _published(settings: Settings, asked: Asked, report: Report) -> list[Report]
 
 
 def _scale_out(
-    settings: Settings, asked: Asked, config: ClusterConfig, demanded: Demanded, report: Report
+    settings: Settings, asked: Asked, config: ClusterConfig, demanded: Demand, report: Report
 ) -> Report:
     """One rack alone under its share of the load."""
     from tokenmill.plan.cluster import steady
@@ -311,10 +312,10 @@ def _scale_out(
     return found
 
 
-def _ladder(config: ClusterConfig, demanded: Demanded) -> Report:
-    from tokenmill.plan.cluster.ladder import climb
+def _ladder(config: ClusterConfig, demanded: Demand) -> Report:
+    from tokenmill.plan.cluster.ladder import measure_ladder
 
-    return climb(config, demanded, console.note)
+    return measure_ladder(config, demanded, console.note)
 
 
 # What is printed.

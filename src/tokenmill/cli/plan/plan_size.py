@@ -34,7 +34,7 @@ from tokenmill.settings.shared import JsonOption
 if TYPE_CHECKING:
     from tokenmill.plan.hardware import Accelerator
     from tokenmill.plan.predict.lengths import Lengths
-    from tokenmill.plan.predict.search import Choice, System
+    from tokenmill.plan.predict.search import SearchSpace, System
     from tokenmill.plan.predict.sizing import Size, Traffic
 
 SIZE = {
@@ -152,11 +152,11 @@ def price_of(settings: Settings, gpu: Accelerator) -> float:
     return price
 
 
-def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
+def _demand(settings: Settings) -> tuple[System, SearchSpace, Traffic]:
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict.catalog import find_model
     from tokenmill.plan.predict.efficiencies import find_fit
-    from tokenmill.plan.predict.search import Choice, System
+    from tokenmill.plan.predict.search import SearchSpace, System
     from tokenmill.plan.predict.sizing import Traffic
     from tokenmill.plan.predict.steady_state import Limit
 
@@ -171,7 +171,7 @@ def _demand(settings: Settings) -> tuple[System, Choice, Traffic]:
         settings.get("ttft") / 1e3, settings.get("tpot") / 1e3, settings.get("percentile")
     )
     depths = (0, 1, 2, 3) if spec.num_mtp_layers else (0,)
-    choice = given_choice(settings, Choice(mtp_depths=depths, disaggregates=True))
+    choice = given_choice(settings, SearchSpace(mtp_depths=depths, disaggregates=True))
     system = System(spec, gpu, settings.get("gpus"), lengths, fit.efficiency, cached)
     return system, choice, Traffic(rate, limit, price_of(settings, gpu))
 
@@ -292,17 +292,17 @@ def calibrate(
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict.catalog import find_model
     from tokenmill.plan.predict.efficiencies import find_fit, write_fits
-    from tokenmill.plan.predict.search import Choice
+    from tokenmill.plan.predict.search import SearchSpace
 
     if "model" not in settings:
         raise SettingsError("--model is needed: the model that was measured")
     base = find_fit(settings.get("round"), own_file(settings, "efficiencies"))
     gpu = base.peaks(find_gpu(settings.get("gpu"), own_file(settings, "hardware")))
-    target = calibration.Target(
+    target = calibration.CalibrationTarget(
         find_model(settings.get("model")),
         gpu,
         settings.get("gpus"),
-        given_choice(settings, Choice()),
+        given_choice(settings, SearchSpace()),
         named_lengths(settings) if settings.get("lengths") else None,
     )
     found = calibration.calibrate(results, target, base, time.strftime("%Y-%m-%d"))

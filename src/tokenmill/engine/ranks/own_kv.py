@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
+from tokenmill.core.kv import KVAddress, KVNotice, KVTransferEvents
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.rank_messages import CallOver, KVCall, KVReachable, RankMessage
 from tokenmill.kv.transfer import KVTransfer
@@ -25,7 +25,7 @@ def answer_call(kv: KVTransfer, message: RankMessage) -> CallOver | None:
     return CallOver()
 
 
-def own_events(kv: KVTransfer) -> KVEvents:
+def own_events(kv: KVTransfer) -> KVTransferEvents:
     """What the front has to hear of a rank, whose notices name it."""
     events, engine_id = kv.take_events(), kv.address.engine_id
     events.notices = [replace(notice, engine_id=engine_id) for notice in events.notices]
@@ -42,7 +42,7 @@ class RanksExchange:
         self._notices: list[KVNotice] = []  # their ranks are told in the next round
         self._releases: list[str] = []
         self._leases: dict[str, int] = {}  # request: the rank that holds its blocks
-        self._events = KVEvents([], [], [])
+        self._events = KVTransferEvents([], [], [])
         self._waits_ms: list[int | None] = [None] * group.size
 
     # What a worker calls.
@@ -70,9 +70,9 @@ class RanksExchange:
         """End a lease; unknown ids are ignored."""
         self._releases.append(request_id)
 
-    def take_events(self) -> KVEvents:
+    def take_events(self) -> KVTransferEvents:
         """What happened since the last call."""
-        events, self._events = self._events, KVEvents([], [], [])
+        events, self._events = self._events, KVTransferEvents([], [], [])
         return events
 
     def wait_ms(self) -> int | None:
@@ -100,7 +100,7 @@ class RanksExchange:
         self._notices, self._releases = [], []
         return news
 
-    def heard(self, rank: int, events: KVEvents, wait_ms: int | None) -> None:
+    def heard(self, rank: int, events: KVTransferEvents, wait_ms: int | None) -> None:
         """Take what a rank has told after a round."""
         self._leases |= dict.fromkeys((notice.request_id for notice in events.notices), rank)
         for request_id in events.expired:

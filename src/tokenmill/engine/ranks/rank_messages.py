@@ -14,7 +14,7 @@ import msgspec
 
 from tokenmill.core.config import ModelConfig, Setup
 from tokenmill.core.images import Grid
-from tokenmill.core.kv import KVAddress, KVEvents, KVNotice
+from tokenmill.core.kv import KVAddress, KVNotice, KVTransferEvents
 from tokenmill.core.kv_events import PackedEvent
 from tokenmill.core.types import (
     EngineStats,
@@ -26,7 +26,7 @@ from tokenmill.core.types import (
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.kv.transfer import Run
 from tokenmill.parallel import Backend
-from tokenmill.routing.attention_dp import Load, Outlook
+from tokenmill.routing.attention_dp import Outlook, RankLoad
 
 
 class RankMessage(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -177,7 +177,7 @@ class RankState(msgspec.Struct, array_like=True):
 
     has_work: bool
     stats: EngineStats
-    load: Load
+    load: RankLoad
     outlook: Outlook
 
 
@@ -187,7 +187,7 @@ class RoundOver(RankMessage):
     outputs: list[RequestOutput]
     events: list[PackedEvent]
     state: RankState
-    kv_events: KVEvents | None = None
+    kv_events: KVTransferEvents | None = None
     kv_wait_ms: int | None = None  # how long a rank without work may sleep
 
 

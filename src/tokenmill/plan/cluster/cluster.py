@@ -9,7 +9,7 @@ from functools import cache
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.kv_groups import plan_groups
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.plan.cluster.layout import PREFILL, Layout, WorkerPlace
+from tokenmill.plan.cluster.layout import PREFILL, WorkerLayout, WorkerPlace
 from tokenmill.plan.cluster.rank import Rank
 from tokenmill.plan.cluster.rank_work import Positions
 from tokenmill.plan.cluster.step_price import StepPrice
@@ -18,7 +18,7 @@ from tokenmill.plan.hardware import GIGA, PlanError
 from tokenmill.plan.predict.step_cost import Efficiency, Replica, StepCost
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold
 from tokenmill.routing.disaggregation import DisaggregationRule
-from tokenmill.routing.eplb_study import Shape, Skew, study
+from tokenmill.routing.eplb_study import ExpertShape, Skew, study
 from tokenmill.sched.cache.blocks import BlockPool
 
 FITTED_RANKS = 8  # of the replicas whose runs the efficiencies were fitted on
@@ -27,7 +27,7 @@ EPLB_TOKENS = 16_384  # of the window that a placement is chosen by
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """What bounds the steps of a rank."""
 
     max_num_seqs: int
@@ -39,10 +39,10 @@ class ClusterConfig:
     """A system with everything that can be switched on and off."""
 
     spec: ModelSpec
-    layout: Layout
+    layout: WorkerLayout
     efficiency: Efficiency
-    limits: Limits
-    prefill_limits: Limits
+    limits: StepLimits
+    prefill_limits: StepLimits
     max_model_len: int
     block_size: int = 64
     prefix_cache: bool = False
@@ -95,7 +95,7 @@ class ClusterConfig:
         price = self.price(replica, len(place.racks))
         return Worker(place, ranks, price, policy, limits.max_num_seqs)
 
-    def _rank(self, replica: Replica, limits: Limits, place: WorkerPlace, number: int) -> Rank:
+    def _rank(self, replica: Replica, limits: StepLimits, place: WorkerPlace, number: int) -> Rank:
         sliding = plan_groups(self.spec.layer_windows).sliding
         pool = BlockPool(self.num_blocks(replica), self.block_size, self.prefix_cache, sliding)
         config = SchedulerConfig(
@@ -126,7 +126,7 @@ def expert_factor(num_ranks: int, num_experts: int, top_k: int, num_redundant: i
 def _imbalance(
     num_ranks: int, num_experts: int, top_k: int, num_redundant: int
 ) -> dict[str, float]:
-    shape = Shape(
+    shape = ExpertShape(
         num_ranks,
         num_redundant,
         num_experts,

@@ -18,7 +18,7 @@ def _sampling(num_output: int) -> SamplingParams:
 
 
 @dataclass(slots=True, eq=False)
-class Handover:
+class SimulatedHandover:
     """A prompt that another worker computes than the one that decodes."""
 
     request: Request  # as the worker that decodes will see it
@@ -33,7 +33,7 @@ class Handover:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class SimulatedRequest:
     """One request."""
 
     number: int
@@ -44,12 +44,12 @@ class Entry:
     num_known: int = 0  # output tokens when it was last sent to a worker
     num_before: int = 0  # of these, those before the run
     worker: Worker | None = None  # who generates; None: held until one can take it
-    handover: Handover | None = None
+    handover: SimulatedHandover | None = None
     num_sent: int = 0
     sent_as: str = ""
     num_deaths: int = 0
     num_tokens_at_death: int = 0
-    stays: bool = False  # its prompt is computed where it decodes
+    prefill_locally: bool = False  # its prompt is computed where it decodes
     is_measured: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def may_hand_over(self) -> bool:
-        return not self.num_known and not self.stays
+        return not self.num_known and not self.prefill_locally
 
     def routed_tokens(self) -> list[int]:
         """What the router hashes: prompts share what the trace says, else nothing."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenmill.plan.cluster.cluster import ClusterConfig, Limits
+from tokenmill.plan.cluster.cluster import ClusterConfig, StepLimits
 from tokenmill.plan.cluster.layout import PREFILL, Division, place_workers
 from tokenmill.plan.cluster.rank_work import RankWork
 from tokenmill.plan.cluster.setup import PREFILL_LIMITS
 from tokenmill.plan.cluster.steady import (
-    Demanded,
+    Demand,
     closed_load,
     decoding,
     holds,
@@ -30,7 +30,7 @@ DRAFTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Technique:
     """A technique, whether the system has it, and the system with the other choice."""
 
     name: str
@@ -38,28 +38,30 @@ class Rung:
     other: ClusterConfig
 
 
-def rungs_of(config: ClusterConfig, asked: Demanded) -> list[Rung]:
+def rungs_of(config: ClusterConfig, asked: Demand) -> list[Technique]:
     """The techniques that this system can have, or be without."""
     replica = decoding(config)[0].replica
-    rungs = [Rung("fusions", config.fused, replace(config, fused=not config.fused))]
+    rungs = [Technique("fusions", config.fused, replace(config, fused=not config.fused))]
     if replica.attention_dp > 1:
         other = replace(config, balance=not config.balance)
-        rungs.append(Rung("ADP balance", config.balance, other))
+        rungs.append(Technique("ADP balance", config.balance, other))
         copies = 0 if config.num_redundant else 32
-        rungs.append(Rung("EPLB", bool(copies == 0), replace(config, num_redundant=copies)))
+        rungs.append(Technique("EPLB", bool(copies == 0), replace(config, num_redundant=copies)))
     apart = any(place.role == PREFILL for place in config.layout.workers)
     rungs += _divided(config, asked, replica, apart)
     policy = "kv" if config.router.policy != "kv" else "round-robin"
     other = replace(config, router=replace(config.router, policy=policy))  # type: ignore[arg-type]
-    rungs.append(Rung("KV routing", config.router.policy == "kv", other))
+    rungs.append(Technique("KV routing", config.router.policy == "kv", other))
     return rungs
 
 
-def _divided(config: ClusterConfig, asked: Demanded, replica: Replica, apart: bool) -> list[Rung]:
+def _divided(
+    config: ClusterConfig, asked: Demand, replica: Replica, apart: bool
+) -> list[Technique]:
     """Techniques that give the GPUs to other workers."""
     layout, spec = config.layout, config.spec
     rack = layout.gpus // layout.racks
-    found: list[Rung] = []
+    found: list[Technique] = []
 
     def system(division: Division) -> ClusterConfig:
         return replace(
@@ -68,28 +70,28 @@ def _divided(config: ClusterConfig, asked: Demanded, replica: Replica, apart: bo
 
     together = Division(replica, layout.gpus // replica.gpus)
     if apart and rack % replica.gpus == 0:
-        found.append(Rung("disaggregation", True, system(together)))
+        found.append(Technique("disaggregation", True, system(together)))
     elif not apart and together.count > 1:
         count = _prefill_count(config, asked, together)
         before = replace(replica, mtp_depth=0)
         division = Division(replica, together.count - count, before, count)
-        found.append(Rung("disaggregation", False, system(division)))
+        found.append(Technique("disaggregation", False, system(division)))
     if spec.moe is not None and replica.attention_dp > 1 and not apart:
         size = 8 if replica.gpus == rack else rack
         wide = replace(replica, attention_dp=size)
         if rack % size == 0 and size != replica.gpus:
             is_wide = replica.gpus == rack
-            found.append(Rung("WideEP", is_wide, system(Division(wide, layout.gpus // size))))
+            found.append(Technique("WideEP", is_wide, system(Division(wide, layout.gpus // size))))
     if spec.num_mtp_layers and not apart:
         depth = 0 if replica.mtp_depth else DRAFTS
         drafting = system(replace(together, replica=replace(replica, mtp_depth=depth)))
         places, budget = config.limits.max_num_seqs, config.limits.max_num_batched_tokens
-        limits = Limits(places, budget + places * (depth - replica.mtp_depth))
-        found.append(Rung("MTP", bool(replica.mtp_depth), replace(drafting, limits=limits)))
+        limits = StepLimits(places, budget + places * (depth - replica.mtp_depth))
+        found.append(Technique("MTP", bool(replica.mtp_depth), replace(drafting, limits=limits)))
     return found
 
 
-def _prefill_count(config: ClusterConfig, asked: Demanded, together: Division) -> int:
+def _prefill_count(config: ClusterConfig, asked: Demand, together: Division) -> int:
     """Workers that compute all prompts, where the others do nothing but decode."""
     replica, demand = together.replica, demand_of(config.spec, asked.lengths)
     price, ranks = config.price(replica, 1), replica.attention_dp
@@ -108,7 +110,9 @@ def _prefill_count(config: ClusterConfig, asked: Demanded, together: Division) -
     return min(max(1, count), together.count - 1)
 
 
-def climb(config: ClusterConfig, asked: Demanded, note: Callable[[str], None]) -> dict[str, Any]:
+def measure_ladder(
+    config: ClusterConfig, asked: Demand, note: Callable[[str], None]
+) -> dict[str, Any]:
     """Every technique on one rack: the system as it is, and with the other choice."""
     part, share = one_rack(config)
     own = replace(asked, rate=asked.rate * share if asked.rate else None)
@@ -133,7 +137,7 @@ def climb(config: ClusterConfig, asked: Demanded, note: Callable[[str], None]) -
     return {"gpus": part.layout.gpus, "rate": own.rate, "base": base, "rungs": rows}
 
 
-def measure(config: ClusterConfig, asked: Demanded) -> dict[str, Any]:
+def measure(config: ClusterConfig, asked: Demand) -> dict[str, Any]:
     """A short run, as the figures that a ladder shows."""
     if asked.rate is None:
         load = closed_load(config, asked)

@@ -40,7 +40,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkerLayout:
     """The workers on their racks."""
 
     gpu: Accelerator
@@ -83,7 +83,7 @@ def check_replica(replica: Replica, rack_gpus: int, racks: int, flag: str) -> No
     )
 
 
-def place_workers(gpu: Accelerator, gpus: int, racks: int, division: Division) -> Layout:
+def place_workers(gpu: Accelerator, gpus: int, racks: int, division: Division) -> WorkerLayout:
     """Workers in racks by turns, the largest first; what does not fit is an error."""
     free = [gpus // racks] * racks
     kinds = [(DECODE if division.prefill else BOTH, division.replica, division.count)]
@@ -97,7 +97,7 @@ def place_workers(gpu: Accelerator, gpus: int, racks: int, division: Division) -
             if place is None:
                 raise PlanError(_too_many(gpu, gpus, racks, division))
             workers.append(WorkerPlace(f"{word}-{number}", role, replica, place))
-    return Layout(gpu, gpus, racks, tuple(workers))
+    return WorkerLayout(gpu, gpus, racks, tuple(workers))
 
 
 def _take(free: list[int], size: int, rack_gpus: int) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ class Arriving(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SimulatedLoad:
     """What is asked of a system."""
 
     pairs: Pairs

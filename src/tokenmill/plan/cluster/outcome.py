@@ -8,30 +8,30 @@ from typing import Any
 
 from tokenmill.core.metrics import summarize
 from tokenmill.core.types import FinishReason
-from tokenmill.plan.cluster.entry import Entry
+from tokenmill.plan.cluster.entry import SimulatedRequest
 from tokenmill.plan.cluster.worker import Worker
 
 LEAST_TOKENS = 16  # of a request that still runs, for its time per token to count
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """Counts of a run."""
 
     elapsed_s: float = 0.0
     num_arrived: int = 0
     num_finished: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    measured: list[Entry] = field(default_factory=list)
-    ended_entries: list[Entry] = field(default_factory=list)
-    running: list[Entry] = field(default_factory=list)  # at the end
+    measured: list[SimulatedRequest] = field(default_factory=list)
+    ended_entries: list[SimulatedRequest] = field(default_factory=list)
+    running: list[SimulatedRequest] = field(default_factory=list)  # at the end
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_migrations: int = 0
     num_recomputed: int = 0  # tokens of requests that moved
     happened: list[tuple[int, str, str, int]] = field(default_factory=list)
 
-    def ended(self, entry: Entry, reason: FinishReason) -> None:
+    def ended(self, entry: SimulatedRequest, reason: FinishReason) -> None:
         self.num_finished += 1
         self.finished[reason.value] = self.finished.get(reason.value, 0) + 1
         self.ended_entries.append(entry)

@@ -7,7 +7,7 @@ import random
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.types import Request, RequestOutput, StepResult
 from tokenmill.plan.cluster.rank_work import OUTPUT_TOKEN, Positions, RankWork, TokenCount
-from tokenmill.routing.attention_dp import Load, Outlook
+from tokenmill.routing.attention_dp import Outlook, RankLoad
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.decode_only import DecodeOnlyRun
 from tokenmill.sched.scheduler import Batch, Scheduler
@@ -39,13 +39,13 @@ class Rank:
         self._run: DecodeOnlyRun | None = None
         self._lag = 0  # steps of it that the scheduler does not know of
         self._is_counted = False  # the step that runs is one of these
-        self._load: Load | None = None
+        self._load: RankLoad | None = None
         self._outlook: Outlook | None = None
         self.num_computed = 0  # tokens of all its steps
 
     # What others ask.
 
-    def load(self) -> Load:
+    def load(self) -> RankLoad:
         """As Scheduler.load(), now."""
         if self._load is None:
             self._load = self.scheduler.load()

@@ -7,7 +7,7 @@ from typing import Any
 from tokenmill.core.metrics import percentile
 from tokenmill.plan.cluster.cluster import ClusterConfig, expert_factor
 from tokenmill.plan.cluster.layout import PREFILL, WorkerPlace
-from tokenmill.plan.cluster.outcome import Outcome
+from tokenmill.plan.cluster.outcome import SimulationOutcome
 from tokenmill.plan.cluster.simulation import START_NS, Simulation
 from tokenmill.plan.cluster.worker import Worker
 
@@ -17,7 +17,9 @@ PREDICTION = (
 )
 
 
-def full_report(config: ClusterConfig, simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
+def full_report(
+    config: ClusterConfig, simulation: Simulation, outcome: SimulationOutcome
+) -> dict[str, Any]:
     """Everything that is measured."""
     workers = list(simulation.workers.values())
     return {

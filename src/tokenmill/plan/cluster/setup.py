@@ -7,27 +7,27 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill.core.config import RouterConfig
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.plan.cluster.cluster import ClusterConfig, Limits, check_fits
+from tokenmill.plan.cluster.cluster import ClusterConfig, StepLimits, check_fits
 from tokenmill.plan.cluster.layout import (
     Division,
-    Layout,
+    WorkerLayout,
     check_racks,
     check_replica,
     place_workers,
 )
-from tokenmill.plan.cluster.steady import full_house, num_ranks
+from tokenmill.plan.cluster.steady import max_concurrency, num_ranks
 from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.catalog import precisions_of
 from tokenmill.plan.predict.efficiencies import Fit
 from tokenmill.plan.predict.lengths import Lengths
 from tokenmill.plan.predict.prediction import nearest_limit
-from tokenmill.plan.predict.search import Choice, System, best_precision, search
+from tokenmill.plan.predict.search import SearchSpace, System, best_precision, search
 from tokenmill.plan.predict.steady_state import MAX_SEQUENCES, Limit
 from tokenmill.plan.predict.step_cost import Replica
 
 STEP_TOKENS = 4096  # of prompts at least, beside all that decode
 SLACK = 1.5  # of prompts, over what comes in the mean
-PREFILL_LIMITS = Limits(128, 12_288)  # those of the prefill workers of v6.0's submissions
+PREFILL_LIMITS = StepLimits(128, 12_288)  # those of the prefill workers of v6.0's submissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Asked:
     racks: int
     fit: Fit
     limit: Limit | None
-    choice: Choice
+    choice: SearchSpace
     longest: int  # tokens of the longest request
     prefill: int = 0  # workers
     decode: int = 0
@@ -73,13 +73,13 @@ def build(asked: Asked) -> ClusterConfig:
 
 def _prompt_tokens(config: ClusterConfig, lengths: Lengths) -> int:
     """Tokens of prompts in a step of a rank with which they keep up while they are held."""
-    each = full_house(config, lengths) / num_ranks(config)
+    each = max_concurrency(config, lengths) / num_ranks(config)
     per_step = each * lengths.mean_input / lengths.mean_output
     num_steps = 1 + config.batching_wait_iters * config.balance
     return max(STEP_TOKENS, math.ceil(SLACK * num_steps * per_step))
 
 
-def _config(asked: Asked, layout: Layout) -> ClusterConfig:
+def _config(asked: Asked, layout: WorkerLayout) -> ClusterConfig:
     places = asked.choice.max_sequences
     depth = max(place.replica.mtp_depth for place in layout.workers)
     budget = asked.max_num_batched_tokens or places * (1 + depth)
@@ -87,7 +87,7 @@ def _config(asked: Asked, layout: Layout) -> ClusterConfig:
         asked.spec,
         layout,
         asked.fit.efficiency,
-        Limits(places, budget),
+        StepLimits(places, budget),
         PREFILL_LIMITS,
         max_model_len=asked.longest + 1,
         block_size=asked.block_size,

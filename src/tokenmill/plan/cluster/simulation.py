@@ -11,12 +11,12 @@ from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.plan.cluster.cluster import ClusterConfig
-from tokenmill.plan.cluster.entry import Entry, Handover
-from tokenmill.plan.cluster.happening import Happening
+from tokenmill.plan.cluster.entry import SimulatedHandover, SimulatedRequest
+from tokenmill.plan.cluster.faults import FaultEvent
 from tokenmill.plan.cluster.layout import DECODE, PREFILL
-from tokenmill.plan.cluster.load import Arriving, Load
+from tokenmill.plan.cluster.load import Arriving, SimulatedLoad
 from tokenmill.plan.cluster.network import Network
-from tokenmill.plan.cluster.outcome import Outcome
+from tokenmill.plan.cluster.outcome import SimulationOutcome
 from tokenmill.plan.cluster.worker import Worker
 from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.attention_dp import assign
@@ -35,15 +35,15 @@ class Simulation:
     """One run of a load over a cluster."""
 
     def __init__(
-        self, config: ClusterConfig, load: Load, happenings: tuple[Happening, ...] = ()
+        self, config: ClusterConfig, load: SimulatedLoad, faults: tuple[FaultEvent, ...] = ()
     ) -> None:
         self._config, self._load = config, load
         self._time, self._now_ns = VirtualTime(), START_NS
         self.workers = {p.name: config.make_worker(p) for p in config.layout.workers}
         router = config.router_config()
         self._main, self._prefill = Router(router), Router(router)
-        self._late = {h.worker for h in happenings if h.kind == "start"}
-        self._happenings = happenings
+        self._late = {h.worker for h in faults if h.kind == "start"}
+        self._happenings = faults
         for worker in self.workers.values():
             if worker.name in self._late:
                 worker.alive = False
@@ -52,18 +52,18 @@ class Simulation:
         kv = config.spec.kv_bytes_per_token(1 if self._kv_is_fp8() else 2)
         latency_s = config.efficiency.exchange_us / 1e6
         self.network = Network(config.layout.gpu, kv, latency_s)
-        self._suspects: Suspects[Entry] = Suspects(config.pool.max_migrations)
-        self.open: dict[str, Entry] = {}  # by what it was sent as
-        self._held: list[Entry] = []
+        self._suspects: Suspects[SimulatedRequest] = Suspects(config.pool.max_migrations)
+        self.open: dict[str, SimulatedRequest] = {}  # by what it was sent as
+        self._held: list[SimulatedRequest] = []
         self._arrivals, self._followers = load.arrivals(), load.followers()
         self._num_entries, self._report_ns = 0, START_NS
         self._num_unanswered = 0  # measured requests that have no first token
-        self.outcome = Outcome()
+        self.outcome = SimulationOutcome()
 
     def _kv_is_fp8(self) -> bool:
         return self._config.layout.workers[0].replica.precision.kv == "fp8"
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Play everything until the measured requests are through."""
         collects = gc.isenabled()
         gc.disable()  # no cycles are made here, and looking for them would walk all requests
@@ -118,8 +118,8 @@ class Simulation:
 
     # Requests come.
 
-    def _entry(self, arriving: Arriving, now_ns: int) -> Entry:
-        entry = Entry(
+    def _entry(self, arriving: Arriving, now_ns: int) -> SimulatedRequest:
+        entry = SimulatedRequest(
             self._num_entries,
             arriving.num_prompt,
             arriving.num_output,
@@ -161,7 +161,7 @@ class Simulation:
     def _router_of(self, worker: Worker) -> Router:
         return self._prefill if worker.role == PREFILL else self._main
 
-    def _send(self, entries: list[Entry]) -> None:
+    def _send(self, entries: list[SimulatedRequest]) -> None:
         """Route requests; those that find no worker are held until one is ready."""
         router = self._main if self._main.workers else self._prefill
         for entry in entries:
@@ -170,7 +170,7 @@ class Simulation:
             else:
                 self._route(entry, router)
 
-    def _route(self, entry: Entry, router: Router) -> None:
+    def _route(self, entry: SimulatedRequest, router: Router) -> None:
         """Choose who decodes and who computes the prompt."""
         tokens, now_s = entry.routed_tokens(), self._now_ns / SECOND
         decision = router.route(entry.sent_as, tokens, now_s)
@@ -184,12 +184,12 @@ class Simulation:
             if place.remote:
                 source = self.workers[self._prefill.route(entry.sent_as, tokens, now_s).worker]
                 router.prefill_done(entry.sent_as)
-                entry.handover = Handover(request, source)
+                entry.handover = SimulatedHandover(request, source)
                 lease_s = self._config.pool.kv_lease_s
                 return self._submit(source, entry, replace(request, hold_kv_s=lease_s))
         self._submit(worker, entry, request)
 
-    def _submit(self, worker: Worker, entry: Entry, request: Request) -> None:
+    def _submit(self, worker: Worker, entry: SimulatedRequest, request: Request) -> None:
         worker.submit(request)
         worker.watched.add(entry.sent_as)
         if not worker.running:
@@ -242,14 +242,14 @@ class Simulation:
         elif output.finish_reason is not None:
             self._end(entry, output.finish_reason, now_ns)
 
-    def _record_first(self, entry: Entry, output: RequestOutput, now_ns: int) -> None:
+    def _record_first(self, entry: SimulatedRequest, output: RequestOutput, now_ns: int) -> None:
         entry.times.record(now_ns, 1)
         self.outcome.num_cached_tokens += output.num_cached_tokens
         self._num_unanswered -= entry.is_measured
         if entry.handover is None:
             self._main.prefill_done(entry.sent_as)
 
-    def _end(self, entry: Entry, reason: FinishReason, now_ns: int) -> None:
+    def _end(self, entry: SimulatedRequest, reason: FinishReason, now_ns: int) -> None:
         if not entry.times.first_ns:
             self._num_unanswered -= entry.is_measured
         is_whole = reason is FinishReason.LENGTH
@@ -261,7 +261,7 @@ class Simulation:
         if self._load.is_closed:
             self._arrive(next(self._followers), now_ns)
 
-    def _close(self, entry: Entry, num_tokens: int) -> None:
+    def _close(self, entry: SimulatedRequest, num_tokens: int) -> None:
         self._main.free(entry.sent_as, num_tokens)
         self._prefill.free(entry.sent_as)
         self._end_handover(entry)
@@ -301,7 +301,7 @@ class Simulation:
                     entry.handover.began_late = entry.handover.is_ready
                     self._move(entry)
 
-    def _move(self, entry: Entry) -> None:
+    def _move(self, entry: SimulatedRequest) -> None:
         """Once all is computed and there is room: what has not gone yet goes now."""
         handover, target = entry.handover, entry.worker
         assert handover is not None and target is not None
@@ -314,7 +314,9 @@ class Simulation:
         at_ns = self._now_ns + round(seconds * SECOND)
         self._time.at(at_ns, target.name, partial(self._on_received, entry, handover))
 
-    def _on_received(self, entry: Entry, handover: Handover, now_ns: int) -> None:
+    def _on_received(
+        self, entry: SimulatedRequest, handover: SimulatedHandover, now_ns: int
+    ) -> None:
         self._now_ns, target = now_ns, entry.worker
         if entry.handover is not handover or target is None or handover.receiver is None:
             return  # its worker died meanwhile
@@ -324,7 +326,7 @@ class Simulation:
         self._prefill.free(entry.sent_as)
         self._kick(target.name, now_ns)
 
-    def _end_handover(self, entry: Entry) -> None:
+    def _end_handover(self, entry: SimulatedRequest) -> None:
         """End a handover that is under way, at both sides."""
         handover, entry.handover = entry.handover, None
         if handover is None:
@@ -366,11 +368,11 @@ class Simulation:
         back_ns = now_ns + round(self._config.pool.backoff_s * SECOND)
         self._time.at(back_ns, name, partial(self._begin_start, name))
 
-    def _is_at(self, entry: Entry, worker: Worker) -> bool:
+    def _is_at(self, entry: SimulatedRequest, worker: Worker) -> bool:
         source = entry.handover.source if entry.handover else None
         return entry.worker is worker or source is worker
 
-    def _migrate(self, entries: list[Entry]) -> None:
+    def _migrate(self, entries: list[SimulatedRequest]) -> None:
         for entry in entries:
             self._main.free(entry.sent_as)
             self._prefill.free(entry.sent_as)

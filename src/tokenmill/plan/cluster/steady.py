@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.plan.cluster.cluster import ClusterConfig
-from tokenmill.plan.cluster.happening import Happening
-from tokenmill.plan.cluster.layout import PREFILL, Layout, WorkerPlace
-from tokenmill.plan.cluster.load import Load
+from tokenmill.plan.cluster.faults import FaultEvent
+from tokenmill.plan.cluster.layout import PREFILL, WorkerLayout, WorkerPlace
+from tokenmill.plan.cluster.load import SimulatedLoad
 from tokenmill.plan.cluster.rank_work import RankWork
 from tokenmill.plan.cluster.report import full_report
 from tokenmill.plan.cluster.simulation import Simulation
@@ -28,7 +28,7 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Demanded:
+class Demand:
     """What is asked, and within which limits."""
 
     lengths: Lengths
@@ -47,7 +47,7 @@ def num_ranks(config: ClusterConfig) -> int:
     return sum(place.replica.attention_dp for place in decoding(config))
 
 
-def full_house(config: ClusterConfig, lengths: Lengths) -> int:
+def max_concurrency(config: ClusterConfig, lengths: Lengths) -> int:
     """Requests that run where many wait: as places and the cache allow."""
     held = demand_of(config.spec, lengths).mean_seen / config.spec.num_layers
     total = 0
@@ -83,45 +83,47 @@ def _part(
     layout = config.layout
     if like is not None and len(like.racks) > 1:
         return config, 1.0
-    part = Layout(layout.gpu, layout.gpus // layout.racks, 1, places)
+    part = WorkerLayout(layout.gpu, layout.gpus // layout.racks, 1, places)
     reduced = replace(config, layout=part)
     return reduced, num_ranks(reduced) / num_ranks(config)
 
 
-def simulate(config: ClusterConfig, load: Load, happenings: tuple[Happening, ...] = ()) -> Report:
+def simulate(
+    config: ClusterConfig, load: SimulatedLoad, faults: tuple[FaultEvent, ...] = ()
+) -> Report:
     """One run, and its report."""
-    simulation = Simulation(config, load, happenings)
+    simulation = Simulation(config, load, faults)
     outcome = simulation.run()
     return full_report(config, simulation, outcome)
 
 
-def closed_load(config: ClusterConfig, asked: Demanded) -> Load:
+def closed_load(config: ClusterConfig, asked: Demand) -> SimulatedLoad:
     """All requests are there: whoever ends is followed by another."""
-    running = full_house(config, asked.lengths)
+    running = max_concurrency(config, asked.lengths)
     waiting = WAITING * num_ranks(config)
     pairs = asked.lengths.pairs
-    return Load(pairs, asked.num_requests, None, running, waiting, seed=asked.seed)
+    return SimulatedLoad(pairs, asked.num_requests, None, running, waiting, seed=asked.seed)
 
 
-def open_load(config: ClusterConfig, asked: Demanded, rate: float) -> Load:
+def open_load(config: ClusterConfig, asked: Demand, rate: float) -> SimulatedLoad:
     """Requests arrive at a rate; as many run as then do in the long run.
 
     By Little's law as many as arrive in the time of an answer. Pilot runs measure by how much that
     is longer than for even ranks without prompts.
     """
     part, share = few_workers(config)
-    pairs, most, stretch = asked.lengths.pairs, full_house(part, asked.lengths), FIRST_STRETCH
+    pairs, most, stretch = asked.lengths.pairs, max_concurrency(part, asked.lengths), FIRST_STRETCH
     running = _settled(part, asked, rate * share, stretch, most)
     for pilot in range(PILOTS):
-        load = Load(pairs, PILOT_REQUESTS, rate * share, running, seed=pilot)
+        load = SimulatedLoad(pairs, PILOT_REQUESTS, rate * share, running, seed=pilot)
         report = simulate(part, load)
         mean = report["queues"]["running_per_worker"] * len(decoding(part))
         stretch = report["tpot_ms"]["mean"] / 1e3 / _even_tpot_s(part, asked, mean)
         running = _settled(part, asked, rate * share, stretch, most)
-    return Load(pairs, asked.num_requests, rate, round(running / share), seed=asked.seed)
+    return SimulatedLoad(pairs, asked.num_requests, rate, round(running / share), seed=asked.seed)
 
 
-def _settled(config: ClusterConfig, asked: Demanded, rate: float, stretch: float, most: int) -> int:
+def _settled(config: ClusterConfig, asked: Demand, rate: float, stretch: float, most: int) -> int:
     """Requests that run where as many end as arrive."""
     running = 1.0
     for _ in range(100):
@@ -130,7 +132,7 @@ def _settled(config: ClusterConfig, asked: Demanded, rate: float, stretch: float
     return max(1, round(running))
 
 
-def _even_tpot_s(config: ClusterConfig, asked: Demanded, running: float) -> float:
+def _even_tpot_s(config: ClusterConfig, asked: Demand, running: float) -> float:
     """Of a step of even ranks without prompts."""
     place = decoding(config)[0]
     depth, each = place.replica.mtp_depth, running / num_ranks(config)
@@ -148,7 +150,7 @@ def holds(report: Report, limit: Limit) -> bool:
     return bool(ttft <= limit.ttft_s * 1e3 and tpot <= limit.tpot_s * 1e3)
 
 
-def highest_rate(config: ClusterConfig, asked: Demanded, note: Callable[[str], None]) -> float:
+def highest_rate(config: ClusterConfig, asked: Demand, note: Callable[[str], None]) -> float:
     """The highest rate at which the simulated requests keep the limits, tried on few workers."""
     assert asked.limit is not None
     part, share = few_workers(config)

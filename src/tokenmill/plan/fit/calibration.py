@@ -12,12 +12,12 @@ from tokenmill.bench.results.reading import read_round
 from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.fit.fit_sources import unseen_error
-from tokenmill.plan.fit.fitting import Prior, Row, fit
+from tokenmill.plan.fit.fitting import FitRow, Prior, fit
 from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.catalog import precisions_of
 from tokenmill.plan.predict.efficiencies import Fit
 from tokenmill.plan.predict.lengths import Lengths
-from tokenmill.plan.predict.search import Choice, System, best_precision, fitting, replicas_of
+from tokenmill.plan.predict.search import SearchSpace, System, best_precision, fitting, replicas_of
 from tokenmill.plan.predict.step_cost import Efficiency
 
 # What a few loads of one system can tell: arithmetic, memory, and what a step costs in any case.
@@ -26,13 +26,13 @@ ROW_SIGMA = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CalibrationTarget:
     """The system that was measured."""
 
     spec: ModelSpec
     gpu: Accelerator
     gpus: int
-    choice: Choice
+    choice: SearchSpace
     lengths: Lengths | None  # None: those of the result
 
 
@@ -41,7 +41,7 @@ class Calibration:
     """The fit and the rows that it rests on."""
 
     fit: Fit
-    rows: tuple[Row, ...]
+    rows: tuple[FitRow, ...]
 
     def table(self) -> list[list[str]]:
         table = [["load", "measured tok/s", "fitted tok/s", "error"]]
@@ -68,7 +68,9 @@ class Calibration:
         }
 
 
-def calibrate(paths: Iterable[Path], target: Target, base: Fit, date: str) -> Calibration:
+def calibrate(
+    paths: Iterable[Path], target: CalibrationTarget, base: Fit, date: str
+) -> Calibration:
     """Fit on every load at a fixed concurrency; `error` is that of each load left out in turn."""
     rounds = [read_round(path) for path in paths]
     rows = [row for one in rounds for row in _rows(one, target)]
@@ -92,7 +94,7 @@ def calibrate(paths: Iterable[Path], target: Target, base: Fit, date: str) -> Ca
     return Calibration(Fit(base.name, found, date, source, names, error), tuple(rows))
 
 
-def _rows(one: ToolResult, target: Target) -> list[Row]:
+def _rows(one: ToolResult, target: CalibrationTarget) -> list[FitRow]:
     rows = []
     for point in one.points:
         kind, concurrency = point.key
@@ -101,7 +103,7 @@ def _rows(one: ToolResult, target: Target) -> list[Row]:
             continue
         lengths = target.lengths or _lengths(point, one)
         predict = partial(closed_loop_tok_s, target, lengths, float(concurrency))
-        rows.append(Row(f"{Path(one.source).name}: {point.load}", measured, predict))
+        rows.append(FitRow(f"{Path(one.source).name}: {point.load}", measured, predict))
     return rows
 
 
@@ -115,7 +117,7 @@ def _lengths(point: ResultPoint, one: ToolResult) -> Lengths:
 
 
 def closed_loop_tok_s(
-    target: Target, lengths: Lengths, concurrency: float, efficiency: Efficiency
+    target: CalibrationTarget, lengths: Lengths, concurrency: float, efficiency: Efficiency
 ) -> float:
     """Output tokens per second of so many users who ask again as soon as they have an answer."""
     system = System(target.spec, target.gpu, target.gpus, lengths, efficiency)

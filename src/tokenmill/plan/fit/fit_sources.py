@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from tokenmill.plan.fit.fitting import Prior, Row, fit, log_error
+from tokenmill.plan.fit.fitting import FitRow, Prior, fit, log_error
 from tokenmill.plan.fit.own_runs import own_runs
 from tokenmill.plan.fit.published import best_rows, covered_rows
 from tokenmill.plan.predict.efficiencies import OWN, Fit
@@ -69,17 +69,17 @@ SOURCES = {
 }
 
 
-def rows_of(name: str) -> tuple[list[Row], list[Row]]:
+def rows_of(name: str) -> tuple[list[FitRow], list[FitRow]]:
     """Rows that are fitted on, and those that never are."""
-    used: tuple[list[Row], list[Row]] = ([], [])
+    used: tuple[list[FitRow], list[FitRow]] = ([], [])
     if name == OWN:
         for run in own_runs():
-            used[not run.fitted].append(Row(run.name, run.output_tok_s, run.predict))
+            used[not run.fitted].append(FitRow(run.name, run.output_tok_s, run.predict))
         return used
     for row in best_rows(covered_rows()):
         if row.question.round == name:
             one = partial(predicted_tokens_per_s, row.question)
-            used[not row.fitted].append(Row(row.name, row.entry.result, one))
+            used[not row.fitted].append(FitRow(row.name, row.entry.result, one))
     return used
 
 
@@ -91,7 +91,7 @@ def refit(name: str, date: str) -> Fit:
     return Fit(name, found, date, SOURCES[name], tuple(row.name for row in used), error)
 
 
-def unseen_error(efficiency: Efficiency, rows: Iterable[Row]) -> float:
+def unseen_error(efficiency: Efficiency, rows: Iterable[FitRow]) -> float:
     """The log error that 90 % of the rows stay within."""
     errors = sorted(abs(log_error(row.predict(efficiency), row.measured)) for row in rows)
     return errors[math.ceil(0.9 * len(errors)) - 1]

@@ -15,7 +15,7 @@ Predict = Callable[[Efficiency], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FitRow:
     """Something measured, and how it is predicted."""
 
     name: str
@@ -42,7 +42,7 @@ def _loss(sigmas: float) -> float:
     return 2 * math.log1p(sigmas**2 / 2)
 
 
-def objective(rows: Sequence[Row], prior: Prior, efficiency: Efficiency) -> float:
+def objective(rows: Sequence[FitRow], prior: Prior, efficiency: Efficiency) -> float:
     """Misfit of the rows and distance from the prior."""
     errors = (log_error(row.predict(efficiency), row.measured) for row in rows)
     total = sum(_loss(error / prior.row_sigma) for error in errors)
@@ -52,7 +52,7 @@ def objective(rows: Sequence[Row], prior: Prior, efficiency: Efficiency) -> floa
     return total
 
 
-def fit(rows: Sequence[Row], prior: Prior) -> Efficiency:
+def fit(rows: Sequence[FitRow], prior: Prior) -> Efficiency:
     """Coordinate descent in logarithms with smaller and smaller steps: the same every time."""
     best = prior.center
     least = objective(rows, prior, best)

@@ -12,7 +12,7 @@ from tokenmill.plan.predict.benchmarks import DRAFTS, ROUNDS, Benchmark
 from tokenmill.plan.predict.efficiencies import Fit
 from tokenmill.plan.predict.lengths import Lengths
 from tokenmill.plan.predict.prediction import ONE_NODE, configuration, nearest_limit
-from tokenmill.plan.predict.search import Choice, Plan, System, best_precision, search
+from tokenmill.plan.predict.search import Plan, SearchSpace, System, best_precision, search
 from tokenmill.plan.predict.steady_state import Limit
 
 OFFLINE = 0.0  # tokens/s per user where no limit holds
@@ -21,7 +21,7 @@ NARROW = ("fp4", "fp8", "int8", "bf16")  # the narrowest first
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ParetoCase:
     """What is asked of every GPU: a model, its requests, and whose software."""
 
     model: str
@@ -51,7 +51,7 @@ class Case:
             ttft_s = self.benchmark.limits[self.scenario(per_user)].ttft_ms / 1e3
         return Limit(ttft_s, 1 / per_user, self.percentile)
 
-    def choice(self, gpus: int, precision: str, has_drafts: bool) -> Choice:
+    def choice(self, gpus: int, precision: str, has_drafts: bool) -> SearchSpace:
         """What the software of the round chooses among; where it drafts at all, it may anywhere."""
         known = ROUNDS.get(self.round)
         drafts, apart = has_drafts, True
@@ -59,7 +59,7 @@ class Case:
             drafts = self.benchmark.name in {name for name, _ in known.drafts}
             apart = known.disaggregates and gpus > ONE_NODE
         depths = (0, DRAFTS) if drafts else (0,)
-        return Choice(
+        return SearchSpace(
             precision=precision,
             mtp_depths=depths,
             disaggregates=apart,
@@ -68,7 +68,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """One predicted point of a curve."""
 
     per_user: float  # tokens/s that the percentile of users has at least; 0: no limit
@@ -86,7 +86,7 @@ class Curve:
     gpus: int
     precision: str
     price: float  # dollars per GPU and hour
-    points: tuple[Point | None, ...]
+    points: tuple[CurvePoint | None, ...]
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ def precisions_for(system: System, given: Sequence[str]) -> list[str]:
 
 
 def draw_curve(
-    case: Case, system: System, precision: str, price: float, xs: Sequence[float]
+    case: ParetoCase, system: System, precision: str, price: float, xs: Sequence[float]
 ) -> Curve:
     """Predict every point; PlanError where the model does not fit, or nothing holds any limit."""
     choice = case.choice(system.gpus, precision, system.spec.num_mtp_layers > 0)
@@ -116,17 +116,21 @@ def draw_curve(
     return Curve(system.gpu, system.gpus, precision, price, points)
 
 
-def _point(case: Case, system: System, choice: Choice, per_user: float) -> Point | None:
+def _point(
+    case: ParetoCase, system: System, choice: SearchSpace, per_user: float
+) -> CurvePoint | None:
     limit = case.limit(per_user)
     plan = search(system, choice, limit)
     if plan is None:
         return None
     per_gpu = plan.requests_per_s * system.lengths.mean_output / system.gpus
     low, high = (per_gpu * math.exp(sign * case.fit.error) for sign in (-1, 1))
-    return Point(per_user, limit, per_gpu, (low, high), plan)
+    return CurvePoint(per_user, limit, per_gpu, (low, high), plan)
 
 
-def _too_fast(case: Case, system: System, choice: Choice, xs: Sequence[float]) -> PlanError:
+def _too_fast(
+    case: ParetoCase, system: System, choice: SearchSpace, xs: Sequence[float]
+) -> PlanError:
     slowest = min(x for x in xs if x != OFFLINE)
     limit = case.limit(slowest)
     assert limit is not None
@@ -137,7 +141,7 @@ def _too_fast(case: Case, system: System, choice: Choice, xs: Sequence[float]) -
     )
 
 
-def point_report(curve: Curve, point: Point) -> dict[str, Any]:
+def point_report(curve: Curve, point: CurvePoint) -> dict[str, Any]:
     """A point as JSON and CSV have it."""
     low, high = point.interval
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenmill.bench.report.charts import Axis, Chart, ChartSeries, amount_axis, ramp, short
 from tokenmill.bench.report.page import Folded, Grid, Notice, ReportPage, Section, Table
-from tokenmill.plan.pareto.curves import OFFLINE, Case, Curve, Point, point_report
+from tokenmill.plan.pareto.curves import OFFLINE, Curve, CurvePoint, ParetoCase, point_report
 from tokenmill.plan.pareto.published_points import PublishedPoint
 
 NO_LIMIT = "no limit"
@@ -28,7 +28,7 @@ FIELDS = (
 class Result:
     """All that was drawn, and what was left out."""
 
-    case: Case
+    case: ParetoCase
     xs: tuple[float, ...]
     curves: tuple[Curve, ...]
     published: tuple[PublishedPoint, ...]
@@ -75,7 +75,7 @@ def _names(result: Result) -> list[str]:
     return [curve.name for curve in result.curves]
 
 
-def _prediction_notice(case: Case) -> Notice:
+def _prediction_notice(case: ParetoCase) -> Notice:
     fit = case.fit
     origin = f"Its efficiencies were fitted to {len(fit.fitted_on)} rows ({fit.source}, {fit.date})"
     if fit.name != case.round:
@@ -161,7 +161,7 @@ def _value_axis(unit: str, values: Sequence[float]) -> Axis:
 
 
 def _line(result: Result, curve: Curve, value_of: Callable[[Curve, float], float]) -> ChartSeries:
-    def bounds(point: Point) -> tuple[float, float]:
+    def bounds(point: CurvePoint) -> tuple[float, float]:
         low, high = sorted(value_of(curve, bound) for bound in point.interval)
         return low, high
 
@@ -249,7 +249,7 @@ def pareto_csv(result: Result) -> str:
     return text.getvalue()
 
 
-def _csv_row(result: Result, curve: Curve, point: Point) -> dict[str, Any]:
+def _csv_row(result: Result, curve: Curve, point: CurvePoint) -> dict[str, Any]:
     report = point_report(curve, point)
     shape = report.pop("configuration")
     low, high = report.pop("tok_s_per_gpu_interval")

@@ -39,7 +39,7 @@ class Benchmark:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SubmissionRound:
     """What the software of a round did, as its submissions show."""
 
     name: str
@@ -48,9 +48,9 @@ class Round:
 
 
 ROUNDS = {
-    "v5.1": Round("v5.1", disaggregates=False),
-    "v6.0": Round("v6.0", disaggregates=True, drafts=RULES["v6.0"].speculative),
-    "v6.1": Round("v6.1", disaggregates=True, drafts=RULES["v6.1"].speculative),
+    "v5.1": SubmissionRound("v5.1", disaggregates=False),
+    "v6.0": SubmissionRound("v6.0", disaggregates=True, drafts=RULES["v6.0"].speculative),
+    "v6.1": SubmissionRound("v6.1", disaggregates=True, drafts=RULES["v6.1"].speculative),
 }
 LATEST = "v6.1"
 DRAFTS = 3  # of a step, in all submissions that draft: DeepSeek-R1's own, gpt-oss's EAGLE-3

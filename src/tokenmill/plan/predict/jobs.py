@@ -16,12 +16,12 @@ from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import Fit
 from tokenmill.plan.predict.lengths import Lengths
 from tokenmill.plan.predict.prediction import interval
-from tokenmill.plan.predict.search import Choice, System, best_precision, search
+from tokenmill.plan.predict.search import SearchSpace, System, best_precision, search
 from tokenmill.plan.predict.step_cost import Efficiency
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobCost:
     """Arithmetic of one sample."""
 
     linear_flops: float
@@ -44,7 +44,7 @@ class Job:
         }
 
 
-def wan_job(gpu: Accelerator) -> Job:
+def wan_job(gpu: Accelerator) -> JobCost:
     """Wan 2.2 T2V A14B at 720 x 1280, 81 frames: 20 steps, each with and without the prompt.
 
     S tokens of D channels and F inner ones in L layers, and 512 tokens of text.
@@ -58,10 +58,10 @@ def wan_job(gpu: Accelerator) -> Job:
     weights = 2 * layers * (6 * width**2 + 2 * width * inner)
     streams = 16 * tokens * width * layers  # norms, gates and rotations: 2 bytes, eight times
     moved = passes * (weights + streams)
-    return Job(passes * linear, passes * attention, moved, dtype, ("Offline", "SingleStream"))
+    return JobCost(passes * linear, passes * attention, moved, dtype, ("Offline", "SingleStream"))
 
 
-def dlrm_job(gpu: Accelerator) -> Job:
+def dlrm_job(gpu: Accelerator) -> JobCost:
     """DLRMv3: five HSTU layers over a history of 6,714 items and 2,048 candidates."""
     history, candidates, layers, width = 6_715, 2_048, 5, 512
     tokens = history + candidates
@@ -69,10 +69,10 @@ def dlrm_job(gpu: Accelerator) -> Job:
     attention = layers * (2 * width * history**2 + 4 * width * candidates * (history + 1))
     # A layer moves the stream, its four projections and their product, and the gated output.
     moved = 2 * layers * tokens * width * (2 + 2 * 4 + 3) + tokens * 2 * width
-    return Job(linear, attention, moved, "bf16", ("Offline", "Server"))
+    return JobCost(linear, attention, moved, "bf16", ("Offline", "Server"))
 
 
-def caption_job(gpu: Accelerator) -> Job:
+def caption_job(gpu: Accelerator) -> JobCost:
     """Qwen3-VL-235B-A22B: 2,240 prompt tokens, 1,410 of them of an image, and 43 of an answer.
 
     The means are read off a plot of the dataset, so this is known to a fifth at best.
@@ -84,22 +84,24 @@ def caption_job(gpu: Accelerator) -> Job:
     name = "qwen3-235b-a22b"
     dtype = best_precision(find_model(name), gpu)
     lengths = Lengths("captions", ((prompt, answer),))
-    return Job(linear, attention, 0.0, dtype, ("Offline", "Server"), name, lengths)
+    return JobCost(linear, attention, 0.0, dtype, ("Offline", "Server"), name, lengths)
 
 
-JOBS: dict[str, Callable[[Accelerator], Job]] = {
+JOBS: dict[str, Callable[[Accelerator], JobCost]] = {
     "wan-2.2-t2v-a14b": wan_job,
     "dlrm-v3": dlrm_job,
     "qwen3-vl-235b-a22b": caption_job,
 }
 
 
-def job_seconds(job: Job, gpu: Accelerator, gpus: int, efficiency: Efficiency) -> dict[str, float]:
+def job_seconds(
+    job: JobCost, gpu: Accelerator, gpus: int, efficiency: Efficiency
+) -> dict[str, float]:
     """GPU-seconds of a sample, by part."""
     parts = job.seconds(gpu, efficiency)
     if job.lengths is not None:
         system = System(find_model(job.model), gpu, gpus, job.lengths, efficiency)
-        plan = search(system, Choice(), None)
+        plan = search(system, SearchSpace(), None)
         assert plan is not None, "without limits there is always one"
         parts["language model"] = gpus / plan.requests_per_s
     return parts

@@ -107,7 +107,7 @@ def from_trace(
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MeanDemand:
     """What the mean request asks of a model, summed over its own length and the layers."""
 
     input_tokens: float
@@ -116,7 +116,7 @@ class Demand:
     decode_seen: float  # positions that decoded tokens attend to
     held_tokens: float  # tokens in the cache at the mean step of its life
 
-    def without_cached(self, share: float) -> Demand:
+    def without_cached(self, share: float) -> MeanDemand:
         """Where a prefix cache has this share of every prompt: the rest still attends to it."""
         return replace(
             self,
@@ -131,7 +131,7 @@ class Demand:
 
 
 @cache
-def demand_of(spec: ModelSpec, lengths: Lengths) -> Demand:
+def demand_of(spec: ModelSpec, lengths: Lengths) -> MeanDemand:
     """Means over the distribution: attention is quadratic, so the mean length would not do."""
     prefill = decode = held = 0.0
     for input_len, output_len in lengths.pairs:
@@ -140,7 +140,7 @@ def demand_of(spec: ModelSpec, lengths: Lengths) -> Demand:
         decode += spec.attended_positions(input_len + output_len) - at_first
         held += output_len * (input_len + output_len / 2)
     count = len(lengths.pairs)
-    return Demand(
+    return MeanDemand(
         lengths.mean_input,
         lengths.mean_output,
         prefill / count,

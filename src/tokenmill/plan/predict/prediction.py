@@ -10,7 +10,7 @@ from tokenmill.plan.hardware import Accelerator, PlanError
 from tokenmill.plan.predict.benchmarks import DRAFTS, ROUNDS, Benchmark
 from tokenmill.plan.predict.catalog import find_model
 from tokenmill.plan.predict.efficiencies import Fit
-from tokenmill.plan.predict.search import Choice, Plan, System, search
+from tokenmill.plan.predict.search import Plan, SearchSpace, System, search
 from tokenmill.plan.predict.steady_state import Limit
 from tokenmill.plan.predict.step_cost import Efficiency, Replica
 
@@ -33,17 +33,19 @@ class Question:
         limits = self.benchmark.limit(self.scenario)
         return Limit(limits.ttft_ms * MILLI, limits.tpot_ms * MILLI) if limits else None
 
-    def choice(self) -> Choice:
+    def choice(self) -> SearchSpace:
         """What a submission of the round would choose among."""
         round = ROUNDS.get(self.round, ROUNDS["v6.0"])  # ours can do what that round's can
         drafts = (self.benchmark.name, self.scenario) in round.drafts
-        return Choice(
+        return SearchSpace(
             mtp_depths=(0, DRAFTS) if drafts else (0,),
             disaggregates=round.disaggregates and self.gpus > ONE_NODE,
         )
 
 
-def answer(question: Question, efficiency: Efficiency, choice: Choice | None = None) -> Plan | None:
+def answer(
+    question: Question, efficiency: Efficiency, choice: SearchSpace | None = None
+) -> Plan | None:
     """The best configuration, and what it does; None where the limits hold in none."""
     benchmark = question.benchmark
     spec = find_model(benchmark.model)
@@ -57,7 +59,7 @@ def predicted_tokens_per_s(question: Question, efficiency: Efficiency) -> float:
     return plan.requests_per_s * question.benchmark.lengths.mean_output if plan else 0.0
 
 
-def predict(question: Question, fit: Fit, choice: Choice | None = None) -> dict[str, Any]:
+def predict(question: Question, fit: Fit, choice: SearchSpace | None = None) -> dict[str, Any]:
     """The prediction as `plan predict` prints it."""
     plan = answer(question, fit.efficiency, choice)
     limit, name = question.limit, question.benchmark.name
@@ -100,7 +102,7 @@ def _nearest(question: Question, fit: Fit) -> str:
     return nearest_limit(system, question.choice(), limit)
 
 
-def nearest_limit(system: System, choice: Choice, limit: Limit) -> str:
+def nearest_limit(system: System, choice: SearchSpace, limit: Limit) -> str:
     """What would work, in words."""
     for factor in (1.25, 1.5, 2, 3, 5, 10, 20, 50, 100):
         wider = Limit(limit.ttft_s * factor, limit.tpot_s * factor, limit.percentile)

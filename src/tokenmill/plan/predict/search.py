@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.hardware import GIGA, Accelerator, PlanError
 from tokenmill.plan.predict.catalog import Precision, precisions_of
-from tokenmill.plan.predict.lengths import Demand, Lengths, demand_of
+from tokenmill.plan.predict.lengths import Lengths, MeanDemand, demand_of
 from tokenmill.plan.predict.queueing import PromptQueue
 from tokenmill.plan.predict.steady_state import (
     ACCEPTANCE,
@@ -28,7 +28,7 @@ LEAST_SEQUENCES = 4  # that a replica must hold to count as fitting
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SearchSpace:
     """What of a configuration is given; None is searched for."""
 
     precision: str | None = None
@@ -63,10 +63,10 @@ class System:
     cached: float = 0.0  # share of prompt tokens that a prefix cache has
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> MeanDemand:
         return demand_of(self.spec, self.lengths).without_cached(self.cached)
 
-    def station(self, cost: StepCost, choice: Choice, prefills: bool = True) -> Station:
+    def station(self, cost: StepCost, choice: SearchSpace, prefills: bool = True) -> Station:
         lengths = self.lengths.uncached(self.cached) if self.cached else self.lengths
         acceptance = choice.acceptance_of(self.spec)
         return Station(cost, self.demand, lengths, prefills, acceptance, choice.max_sequences)
@@ -96,7 +96,7 @@ def best_precision(spec: ModelSpec, gpu: Accelerator) -> str:
     return next(name for name in ("fp4", "fp8", "int8", "bf16") if name in gpu.flops)
 
 
-def search(system: System, choice: Choice, limit: Limit | None) -> Plan | None:
+def search(system: System, choice: SearchSpace, limit: Limit | None) -> Plan | None:
     """The configuration with most requests per second; None where the limits hold in none."""
     precision = choice.precision or best_precision(system.spec, system.gpu)
     types = precisions_of(system.spec, precision)
@@ -114,7 +114,7 @@ def search(system: System, choice: Choice, limit: Limit | None) -> Plan | None:
 
 
 def replicas_of(
-    system: System, precision: Precision, mtp_depth: int, choice: Choice
+    system: System, precision: Precision, mtp_depth: int, choice: SearchSpace
 ) -> list[Replica]:
     """Powers of two within a domain: tensor parallel, or attention data parallel with experts."""
     found, size = [], 1
@@ -184,7 +184,7 @@ def _enough(system: System, best: StepCost) -> int | None:
     return None
 
 
-def _offline(system: System, costs: list[StepCost], choice: Choice) -> Iterator[Plan]:
+def _offline(system: System, costs: list[StepCost], choice: SearchSpace) -> Iterator[Plan]:
     for cost in costs:
         count = system.gpus // cost.replica.gpus
         operation = system.station(cost, choice).offline()
@@ -193,7 +193,7 @@ def _offline(system: System, costs: list[StepCost], choice: Choice) -> Iterator[
 
 
 def _aggregated(
-    system: System, costs: list[StepCost], choice: Choice, limit: Limit
+    system: System, costs: list[StepCost], choice: SearchSpace, limit: Limit
 ) -> Iterator[Plan]:
     """Every replica computes its own prompts; each has a queue of its own."""
     for cost in costs:
@@ -207,7 +207,7 @@ def _aggregated(
 
 
 def _disaggregated(
-    system: System, costs: list[StepCost], choice: Choice, limit: Limit
+    system: System, costs: list[StepCost], choice: SearchSpace, limit: Limit
 ) -> Iterator[Plan]:
     """Prefill apart: each side by its own limit, GPUs divided so that neither waits."""
     prefill = min(

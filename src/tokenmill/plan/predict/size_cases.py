@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.plan.hardware import PlanError
-from tokenmill.plan.predict.search import Choice, System, search
+from tokenmill.plan.predict.search import SearchSpace, System, search
 from tokenmill.plan.predict.sizing import MAX_GPUS, Size, Traffic, cheapest
 from tokenmill.plan.predict.steady_state import Limit
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SizeCase:
     """The system under other circumstances, of which `lost` GPUs are gone."""
 
     system: System
@@ -21,20 +21,20 @@ class Case:
     note: str = ""
 
 
-def what_if(system: System, choice: Choice, traffic: Traffic, size: Size) -> dict[str, Any]:
+def what_if(system: System, choice: SearchSpace, traffic: Traffic, size: Size) -> dict[str, Any]:
     """For each case, the rate that the configuration still takes, and the GPUs that would do."""
     lost = min(size.gpus, max(system.gpu.node_gpus, size.plan.replica.gpus))
     hits = "" if system.cached else "no cache hits were assumed: --cache-hits, or a --trace"
     cases = {
-        "one node lost": Case(system, lost, f"{lost} GPUs are gone"),
-        "half the cache hits": Case(replace(system, cached=system.cached / 2), note=hits),
-        "twice the context": Case(replace(system, lengths=system.lengths.scaled(2))),
+        "one node lost": SizeCase(system, lost, f"{lost} GPUs are gone"),
+        "half the cache hits": SizeCase(replace(system, cached=system.cached / 2), note=hits),
+        "twice the context": SizeCase(replace(system, lengths=system.lengths.scaled(2))),
     }
     fixed = pinned(choice, size)
     return {name: _outcome(case, size.gpus, fixed, traffic) for name, case in cases.items()}
 
 
-def pinned(choice: Choice, size: Size) -> Choice:
+def pinned(choice: SearchSpace, size: Size) -> SearchSpace:
     """The configuration of a size, given."""
     replica = size.plan.replica
     return replace(
@@ -47,7 +47,7 @@ def pinned(choice: Choice, size: Size) -> Choice:
     )
 
 
-def _outcome(case: Case, gpus: int, choice: Choice, traffic: Traffic) -> dict[str, Any]:
+def _outcome(case: SizeCase, gpus: int, choice: SearchSpace, traffic: Traffic) -> dict[str, Any]:
     left = gpus - case.lost
     outcome: dict[str, Any] = {"gpus": left, "max_rate": 0.0, "holds": False, "needs_gpus": None}
     if case.note:
@@ -117,7 +117,7 @@ def _starting_words(
     return f"{rest}; after {start_s:g} s {backlog:,.0f} requests wait, {cleared}"
 
 
-def breaks_first(system: System, choice: Choice, traffic: Traffic, size: Size) -> str:
+def breaks_first(system: System, choice: SearchSpace, traffic: Traffic, size: Size) -> str:
     """Which limit a higher rate meets: the one whose doubling allows most."""
     fixed, limit = pinned(choice, size), traffic.limit
     one = replace(system, gpus=size.gpus)
@@ -133,7 +133,7 @@ def breaks_first(system: System, choice: Choice, traffic: Traffic, size: Size) -
     return best if rates[best] > size.most * 1.02 else "throughput: looser limits would not help"
 
 
-def within(system: System, choice: Choice, traffic: Traffic) -> float:
+def within(system: System, choice: SearchSpace, traffic: Traffic) -> float:
     """Requests per second that as many GPUs as there may be take within the limits."""
     try:
         plan = search(system, choice, traffic.limit)

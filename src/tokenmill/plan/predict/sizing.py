@@ -12,8 +12,8 @@ from tokenmill.plan.predict.catalog import precisions_of
 from tokenmill.plan.predict.prediction import MILLI, configuration, latencies, nearest_limit
 from tokenmill.plan.predict.queueing import PromptQueue
 from tokenmill.plan.predict.search import (
-    Choice,
     Plan,
+    SearchSpace,
     System,
     fitting,
     prefill_rate,
@@ -49,7 +49,7 @@ class Size:
         return self.plan.gpus
 
 
-def cheapest(system: System, choice: Choice, traffic: Traffic) -> list[Size]:
+def cheapest(system: System, choice: SearchSpace, traffic: Traffic) -> list[Size]:
     """Systems that hold the limits, fewest GPUs first; `system.gpus` is the most there may be."""
     sizes: list[Size] = []
     names = [choice.precision] if choice.precision else _precisions(system)
@@ -86,7 +86,7 @@ def _precisions(system: System) -> list[str]:
     return [name for name in ("fp4", "fp8", "int8", "bf16") if name in system.gpu.flops]
 
 
-def _too_tight(system: System, choice: Choice, traffic: Traffic) -> PlanError:
+def _too_tight(system: System, choice: SearchSpace, traffic: Traffic) -> PlanError:
     limit = traffic.limit
     one = replace(system, gpus=min(system.gpus, system.gpu.domain_gpus))
     return PlanError(
@@ -114,7 +114,7 @@ def _disaggregated(
     stations: list[Station],
     traffic: Traffic,
     system: System,
-    choice: Choice,
+    choice: SearchSpace,
     precision: str,
 ) -> Iterator[Size]:
     limit, load = traffic.limit, system.efficiency.load
@@ -141,7 +141,7 @@ def _disaggregated(
     yield Size(plan, min(max_rate, left * most.requests_per_s * load), precision)
 
 
-def prices(system: System, traffic: Traffic, size: Size, choice: Choice) -> dict[str, float]:
+def prices(system: System, traffic: Traffic, size: Size, choice: SearchSpace) -> dict[str, float]:
     """Dollars per million tokens at this rate: time is split by what a step without it saves."""
     plan, demand = size.plan, system.demand
     cost = StepCost(system.spec, system.gpu, plan.replica, system.efficiency)
@@ -167,7 +167,7 @@ def prices(system: System, traffic: Traffic, size: Size, choice: Choice) -> dict
     }
 
 
-def describe(system: System, choice: Choice, traffic: Traffic, size: Size) -> dict[str, Any]:
+def describe(system: System, choice: SearchSpace, traffic: Traffic, size: Size) -> dict[str, Any]:
     """One size as the report has it."""
     plan, mean = size.plan, system.lengths.mean_output
     return {

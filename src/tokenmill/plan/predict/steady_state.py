@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenmill.plan.predict.lengths import Demand, Lengths
+from tokenmill.plan.predict.lengths import Lengths, MeanDemand
 from tokenmill.plan.predict.queueing import PromptQueue
 from tokenmill.plan.predict.step_cost import StepCost, Work
 
@@ -75,7 +75,7 @@ class Station:
     def __init__(
         self,
         cost: StepCost,
-        demand: Demand,
+        demand: MeanDemand,
         lengths: Lengths,
         prefills: bool = True,
         acceptance: float = ACCEPTANCE,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.plan.cluster.layout import Layout
+from tokenmill.plan.cluster.layout import WorkerLayout
 from tokenmill.plan.hardware import PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class FaultEvent:
     """At a time since the begin, in seconds."""
 
     kind: str  # "fail" or "start"
@@ -17,9 +17,9 @@ class Happening:
     worker: str
 
 
-def read_happenings(
-    fails: tuple[str, ...], starts: tuple[str, ...], layout: Layout
-) -> tuple[Happening, ...]:
+def read_fault_events(
+    fails: tuple[str, ...], starts: tuple[str, ...], layout: WorkerLayout
+) -> tuple[FaultEvent, ...]:
     """Of `T:WORKER`; where a start names none it is the last worker that is not spoken for."""
     names = [place.name for place in layout.workers]
     found = [_read("fail", text, names, names) for text in fails]
@@ -37,7 +37,7 @@ def read_happenings(
     return tuple(sorted(found, key=lambda one: one.after_s))
 
 
-def _read(kind: str, text: str, names: list[str], left: list[str]) -> Happening:
+def _read(kind: str, text: str, names: list[str], left: list[str]) -> FaultEvent:
     after, colon, worker = text.partition(":")
     try:
         after_s = float(after)
@@ -54,4 +54,4 @@ def _read(kind: str, text: str, names: list[str], left: list[str]) -> Happening:
         raise PlanError(
             f"--{kind} {text}: there is no worker {worker!r}; there are {len(names)}, {last}"
         )
-    return Happening(kind, after_s, worker if colon else left[-1])
+    return FaultEvent(kind, after_s, worker if colon else left[-1])
