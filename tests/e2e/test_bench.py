@@ -197,3 +197,16 @@ def test_ctrl_c_reports_the_rungs_that_ran(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row.get("error", row.get("tok_s")) for row in report["rungs"]][-1] == "interrupted"
     assert report["rungs"][0]["tok_s"] == 10.0
+
+
+def test_a_full_disk_costs_the_plot_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    figures = {"tok_s": 10.0, "ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0, "mbu": 0}
+    monkeypatch.setattr(ladder, "_attempt", lambda rung, *_: ladder.RungAttempt(rung, figures))
+    (tmp_path / "full.html").symlink_to("/dev/full")
+    flags = ("--device", "cpu", "--plot", str(tmp_path / "full.html"))
+    assert run(["bench", "ladder", *flags]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[-1])["rungs"][0]["tok_s"] == 10.0
+    assert "No space left on device" in shown.err

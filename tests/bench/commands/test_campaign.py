@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from bench.scripted_server import NUM_TOKENS, ScriptedServer
 from tokenmill.__main__ import run
 from tokenmill.bench.client.datasets import Prompts, PromptTurn, Shuffled
 from tokenmill.bench.commands.campaign import PANELS, Campaign
+from tokenmill.bench.mlperf import endpoints_submission
 from tokenmill.bench.mlperf.endpoints_submission import (
     TEMPLATE,
     read_disclosure,
@@ -87,6 +89,28 @@ def test_quick_campaign(
     assert "ignore_eos" not in server.seen[-1].body  # answers of a dataset end by themselves
     assert (tmp_path / "out/events/r33.jsonl").is_file()
     check_files(tmp_path / "sub/our-organization/our-submission_id", points)
+
+
+def test_a_full_disk_costs_the_submission_alone(
+    server: ScriptedServer,
+    disclosure: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(endpoints_submission, "write_submission", full)
+    flags = ["--url", server.url, "--model", "ok", "--quick", "--duration", "0.05"]
+    flags += ["--max-concurrency", "33", "--warmup-requests", "1", "--output-dir", "out"]
+    flags += ["--submission-dir", "sub", "--disclosure", str(disclosure), "--no-server-metrics"]
+    assert run(["bench", "campaign", *flags, "--no-audit"]) == 1
+    shown = capsys.readouterr()
+    report = json.loads(shown.out.splitlines()[-1])
+    assert len(report["points"]) == 7 and report["submission"] is None
+    assert json.loads(Path("out/summary.json").read_text()) == report
+    assert "error: --submission-dir sub: No space left on device" in shown.err
+    assert "the result above is not in all of its folders" in shown.err
 
 
 def check_files(root: Path, points: list[dict[str, Any]]) -> None:

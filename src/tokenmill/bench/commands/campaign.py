@@ -246,18 +246,23 @@ class Campaign:
         from tokenmill.bench.report.endpoint_report import PAGE, write_result
         from tokenmill.bench.results.manifest import make_facts
 
-        if self._disclosure is not None and self._measured:
-            report["submission"] = self._write_submission(report)
+        has_room = True
+        try:
+            if self._disclosure is not None and self._measured:
+                report["submission"] = self._write_submission(report)
+        except OSError as error:
+            has_room = False
+            console.fail(f"--submission-dir {self._submission_dir}: {error.strerror or error}")
         folder = self._bench.folder
         if folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
-            return True
+            return has_room
         configuration = report["config"] | report["settings"]
         facts = make_facts("campaign", configuration, self._bench.started_at)
         kept = folder.write(lambda path: write_result(path, report, None, facts))
         if kept:
             console.note(f"written: {folder.path / PAGE}, events beside it")
-        return kept
+        return kept and has_room
 
     def _write_submission(self, report: EndpointReport) -> SubmissionReport:
         from tokenmill.bench.mlperf import endpoints_submission as files

@@ -64,12 +64,12 @@ def compare(
     for key in ("gpus", "price-per-gpu-hour"):
         set_for_each(read, key, settings)
     report = compare_rounds(read, settings.get("noise"))
-    if html:
-        html.write_text(render(comparison_page(report, DRIFT)), encoding="utf-8")
-        console.note(f"written: {html}")
     if not settings.get("json"):
         _print(report)
     console.print_json(report, settings.get("json"))
+    if html:
+        html.write_text(render(comparison_page(report, DRIFT)), encoding="utf-8")
+        console.note(f"written: {html}")
     if "fail-on" in settings:
         _fail_on_worse(report)
 

@@ -120,7 +120,7 @@ def conclude(
     if too_few := below_goodput(report):
         raise BenchError(too_few)
     if not kept:
-        raise BenchError("--output-dir: the result above was not kept")
+        raise BenchError("the result above is not in all of its folders")
 
 
 def _counted(report: EndpointReport) -> list[PointReport]:

@@ -176,8 +176,6 @@ def ladder(settings: Settings) -> None:
     attempts = _measure_ladder(rungs, values, device, features)
     rows = ladder_rows(attempts, settings.get("gpu-price"))
     title = f"{model.model} on {device}, {_workload(settings)}"
-    if plot:
-        plot.write_text(render(ladder_page(title, rows)), encoding="utf-8")
     if not settings.get("json"):
         _print(title, rows, device, settings.get("gpu-price"))
     report: LadderReport = {
@@ -189,6 +187,8 @@ def ladder(settings: Settings) -> None:
         "rungs": rows,
     }
     console.print_json(report, settings.get("json"))
+    if plot:  # after the figures, which are lost to nobody where its disk is full
+        plot.write_text(render(ladder_page(title, rows)), encoding="utf-8")
     if failed := [attempt.rung.name for attempt in attempts if attempt.error]:
         raise BenchError(f"{len(failed)} of {len(attempts)} rungs failed: {', '.join(failed)}")
 
