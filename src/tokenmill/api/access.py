@@ -42,7 +42,6 @@ class Calls:
         self._by_account: Counter[str] = Counter()
 
     def open_calls(self) -> OpenCalls:
-        """What this front has open."""
         return OpenCalls(self.num_open, {who: n for who, n in self._by_account.items() if n})
 
     def check_draining(self) -> None:
@@ -90,7 +89,6 @@ class Place:
         self._count(num_choices)
 
     def leave(self) -> None:
-        """The call has ended."""
         self._count(0)
         self.body.release()
 

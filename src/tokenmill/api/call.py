@@ -20,7 +20,6 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def new_request_id() -> str:
-    """An id for a call that brought none."""
     return f"req-{os.urandom(16).hex()}"
 
 
@@ -50,11 +49,9 @@ class CallRecord:
         return cls(given.decode("ascii") if is_sane else new_request_id(), scope["path"])
 
     def fail(self, error: ApiError) -> None:
-        """Note the error that the call is answered with."""
         self.status, self.error = error.status, error.code
 
     def line(self) -> str:
-        """The call in one line of the log."""
         ttft = "-" if self.ttft_ms is None else f"{self.ttft_ms:.1f}"
         duration_ms = (time.monotonic_ns() - self.began_ns) / 1e6
         return (

@@ -266,7 +266,6 @@ class ClientConnection(HttpToolsProtocol):
             raise
 
     def close(self) -> None:
-        """Close without a word."""
         self.connections.discard(self)
         self.transport.close()
 
@@ -336,7 +335,6 @@ class ChunkWriter:
         return not (self.flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, body: bytes) -> None:
-        """Write one chunk now."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
@@ -358,7 +356,6 @@ def _connections(all_of_them: Iterable[Any]) -> Iterable[ClientConnection]:
 
 
 def check_all(all_of_them: Iterable[Any], now_s: float) -> None:
-    """End every connection whose client is late."""
     for connection in list(_connections(all_of_them)):
         connection.check(now_s)
 

@@ -70,7 +70,6 @@ class ApiError(Exception):
         return type(self), (self.status, str(self), self.param, self.code, self.details)
 
     def body(self, path: str = "") -> bytes:
-        """The JSON of the answer to a call of `path`."""
         encoded: bytes = json_encode(self._answer(path))
         return encoded
 
@@ -103,13 +102,11 @@ class ApiError(Exception):
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """404 for a model that is not served here."""
     message = f"the model {name!r} does not exist; this server has {served!r}"
     return ApiError(404, message, "model", "model_not_found")
 
 
 def context_exceeded(message: str, param: str) -> ApiError:
-    """400 for a prompt, or a prompt and its max_tokens, over the context limit."""
     return ApiError(400, message, param, "context_length_exceeded")
 
 

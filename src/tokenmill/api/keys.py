@@ -38,7 +38,6 @@ class Keys:
 
     @classmethod
     def of(cls, config: ServerConfig, token: str, salt: bytes) -> Keys:
-        """The keys that the settings name, with this control token."""
         control = digest_of(salt, token)
         return cls(config, make_ring(config.api_keys, config.api_key_file, salt, control))
 
@@ -77,7 +76,6 @@ class Keys:
         return [replace(r, cache_salt=f"{account}\0{r.cache_salt}") for r in requests]
 
     def is_operator(self, request: Request) -> bool:
-        """The call has the control token."""
         return self.ring.is_control(_key_of(request))
 
 
@@ -130,13 +128,11 @@ def operator(keys: Keys) -> Guard:
 
 
 def wrong_key() -> ApiError:
-    """401 for a call without a known key."""
     message = "missing or wrong API key; send the header 'Authorization: Bearer KEY' or "
     return ApiError(401, message + "'x-api-key: KEY'", code="invalid_api_key")
 
 
 def wrong_token() -> ApiError:
-    """401 for a call without the control token."""
     message = "missing or wrong control token; send it in the header 'Authorization: Bearer TOKEN':"
     message += " that of --control-token, or the one in the server's run folder"
     return ApiError(401, message, code="invalid_token")

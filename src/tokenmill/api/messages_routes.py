@@ -30,7 +30,6 @@ T = TypeVar("T", bound=CountTokensRequest)
 
 
 def add_messages(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
-    """Add /v1/messages and /v1/messages/count_tokens."""
     guard = caller(state.keys)
 
     @MESSAGES.on(app, guard)
@@ -45,14 +44,12 @@ def add_messages(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
 
 
 async def read_message(body: bytes, preparer: Preparer, model: str) -> ReadCall:
-    """A call of /v1/messages."""
     call, parsed_ns = _decode(body, MessagesRequest, preparer, model), time.monotonic_ns()
     job = await _prepare(call, preparer)
     return ReadCall(job, _format(call, job, model), bool(call.stream), parsed_ns)
 
 
 async def read_count(body: bytes, preparer: Preparer, model: str) -> int:
-    """The number of prompt tokens of a call of /v1/messages/count_tokens."""
     call = _decode(body, CountTokensRequest, preparer, model)
     try:
         return await preparer.count_chat(chat_of_messages(call))

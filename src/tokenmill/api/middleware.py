@@ -70,8 +70,6 @@ async def take_turn(scope: Scope) -> None:
 
 
 class CallCounter(Protocol):
-    """Who counts the answers to calls."""
-
     def count_call(self, endpoint: str, status: int, error: str | None) -> None: ...
 
 

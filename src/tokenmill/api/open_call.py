@@ -52,7 +52,6 @@ class TextDelta:
 
     @property
     def parts(self) -> list[MessageEvent]:
-        """The parts of the message that this adds, in order."""
         if self.events is not None:
             return self.events
         return [ContentDelta(self.text)] if self.text else []
@@ -254,7 +253,6 @@ class OpenCall:
         return usage
 
     def describe(self, record: CallRecord) -> None:
-        """Put the counts, times and ends of all choices into the call's record."""
         usage = self.usage()
         record.num_prompt_tokens = usage.prompt_tokens
         record.num_output_tokens = usage.completion_tokens

@@ -156,7 +156,6 @@ def _json(body: bytes) -> Response:
 
 
 async def read_chat(body: bytes, preparer: Preparer, model: str) -> ReadCall:
-    """A call of /v1/chat/completions."""
     call = decode_call(body, ChatCompletionRequest, preparer.ignored)
     check_model(call.model, model)
     usage_in, parsed_ns = _usage_in(call), time.monotonic_ns()
@@ -166,7 +165,6 @@ async def read_chat(body: bytes, preparer: Preparer, model: str) -> ReadCall:
 
 
 async def read_completion(body: bytes, preparer: Preparer, model: str) -> ReadCall:
-    """A call of /v1/completions."""
     call = decode_call(body, CompletionRequest, preparer.ignored)
     check_model(call.model, model)
     usage_in, parsed_ns = _usage_in(call), time.monotonic_ns()
@@ -176,7 +174,6 @@ async def read_completion(body: bytes, preparer: Preparer, model: str) -> ReadCa
 
 
 async def read_tokenize(body: bytes, preparer: Preparer, model: str) -> bytes:
-    """The answer to a call of /tokenize."""
     call = decode_call(body, TokenizeRequest, preparer.ignored)
     check_model(call.model, model)
     encoded: bytes = json_encode(await _tokenize(call, preparer))
@@ -184,7 +181,6 @@ async def read_tokenize(body: bytes, preparer: Preparer, model: str) -> bytes:
 
 
 async def read_detokenize(body: bytes, preparer: Preparer, model: str) -> bytes:
-    """The answer to a call of /detokenize."""
     call = decode_call(body, DetokenizeRequest, preparer.ignored)
     check_model(call.model, model)
     text = preparer.tokenizer.decode(call.tokens, skip_special_tokens=False)

@@ -85,7 +85,6 @@ def _schemas(routes: Iterable[Route]) -> Json:
 
 
 def _answers(route: Route) -> list[type]:
-    """The structs that a route answers with."""
     given = route.answer if isinstance(route.answer, tuple) else (route.answer,)
     return [each for each in given if isinstance(each, type)]
 
@@ -213,7 +212,6 @@ td {{ border-top: 1px solid #ccc; padding: .2rem .8rem .2rem 0; vertical-align: 
 
 
 def docs_page(api: Json) -> str:
-    """The document as one static HTML page."""
     routes = "".join(
         _route(method, path, operation)
         for path, operations in api["paths"].items()

@@ -40,8 +40,6 @@ Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
 def exception_handlers() -> dict[Any, Handler]:
-    """Every error as OpenAI's clients know it."""
-
     async def api_error(request: Request, error: Exception) -> Response:
         answer = _as_api_error(error, request)
         record_of(request.scope).fail(answer)
@@ -91,7 +89,6 @@ def _no_route(request: Request) -> ApiError:
 
 
 def json_response(answer: object) -> Response:
-    """200 with a struct or plain data as JSON."""
     return Response(json_encode(answer), media_type="application/json")
 
 

@@ -63,7 +63,6 @@ MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items of one answer
 
 
 def add_responses(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
-    """Add /v1/responses and what lies below it."""
     guard = caller(state.keys)
     keeper = state.client.response_keeper(state.config)
     store = ResponseStore(keeper, state.config)
@@ -134,8 +133,6 @@ def _limit(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadResponse:
-    """A call of /v1/responses that can be submitted."""
-
     call: ResponsesRequest
     items: list[Item]  # that its model sees
     job: PreparedCall
@@ -278,7 +275,6 @@ class ResponseStore:
         self._limits = limits
 
     def put(self, response: ResponseObject, context: Sequence[Item], account: str) -> None:
-        """Keep a response that has ended."""
         if not self._limits.max_stored_responses:
             return
         stored = StoredResponse(response, [as_stored(item) for item in context])
@@ -288,14 +284,12 @@ class ResponseStore:
     async def get(
         self, response_id: str, account: str, param: str = "response_id"
     ) -> StoredResponse:
-        """The entry of this caller's response."""
         payload = await self._keeper.get(response_id, account)
         if payload is None:
             raise self._no_response(response_id, param)
         return _decode_stored(payload)
 
     async def delete(self, response_id: str, account: str) -> None:
-        """Forget a response."""
         if not await self._keeper.delete(response_id, account):
             raise self._no_response(response_id, "response_id")
 

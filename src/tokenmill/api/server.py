@@ -143,7 +143,6 @@ async def answer_calls(
 
 
 def run_in_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run a server's work in uvicorn's event loop."""
     loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(work)
@@ -227,12 +226,10 @@ class Signals:
             self._reload()
 
     def came(self) -> None:
-        """Count one more."""
         self.count += 1
         self._came.set()
 
     async def wait(self) -> None:
-        """Wait for the first signal."""
         await self._came.wait()
 
     async def interrupt(self, work: Coroutine[Any, Any, T]) -> T | None:
@@ -328,8 +325,6 @@ def url_of(listener: socket.socket, keys: Keys) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters at one moment."""
-
     time_s: float
     num_prompt_tokens: int
     num_output_tokens: int
@@ -339,8 +334,6 @@ class Reading:
 
 
 class StatsLog:
-    """Says what was done since it was last asked."""
-
     def __init__(self, metrics: ServerMetrics, stats: Callable[[], EngineStats]) -> None:
         self._metrics = metrics
         self._stats = stats

@@ -35,7 +35,6 @@ class SiteGuard:
         self._origins = frozenset(config.cors_origins)
 
     def check(self, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> None:
-        """ApiError for a call that is not taken."""
         given = {name: value.decode("latin-1") for name, value in headers if name in _WANTED}
         if not (self._keys.ring.is_needed or path.startswith(WORKERS_PATHS)):
             self._check_host(given.get(b"host"))

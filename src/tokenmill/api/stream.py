@@ -97,13 +97,13 @@ class Frame(Protocol):
     @property
     def counts(self) -> bool: ...  # `count` is wanted before each event
 
-    def count(self, usage: Usage) -> None: ...
+    def count(self, usage: Usage) -> None: ...  # the tokens so far
 
-    def start(self, usage: Usage) -> bytes: ...
+    def start(self, usage: Usage) -> bytes: ...  # before anything is generated
 
     def end(self, usage: Usage) -> bytes: ...
 
-    def failure(self, error: ApiError) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...  # ends a stream that an error has cut off
 
 
 class Format(Protocol):
@@ -112,9 +112,9 @@ class Format(Protocol):
     @property
     def frame(self) -> Frame: ...
 
-    def event(self, delta: TextDelta) -> bytes: ...
+    def event(self, delta: TextDelta) -> bytes: ...  # b"" when nothing is certain yet
 
-    def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes: ...
+    def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes: ...  # a delta for each choice
 
 
 class GenerationResponse(Response):
@@ -271,7 +271,6 @@ async def send_error(send: Send, error: ApiError, path: str) -> None:
 async def send_json(
     send: Send, status: int, body: bytes, extra: list[tuple[bytes, bytes]] | None = None
 ) -> None:
-    """A JSON body with its length."""
     headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body)), *(extra or [])]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -284,7 +283,6 @@ def _as_api_error(error: ApiError | WorkerDownError) -> ApiError:
 
 
 async def _watch(receive: Receive, stream: OutputStream) -> None:
-    """Close the stream when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     stream.close()

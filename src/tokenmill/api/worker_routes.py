@@ -34,7 +34,6 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     decode: int | None = None
 
     def counts(self) -> dict[Role, int]:
-        """The counts that were given, by role."""
         given: dict[Role, int | None]
         given = {"both": self.workers, "prefill": self.prefill, "decode": self.decode}
         return {role: count for role, count in given.items() if count is not None}

@@ -89,7 +89,6 @@ def read_call(text: str) -> tuple[str, str] | None:
 
 
 def json_or_none(text: str) -> Any:
-    """The JSON value, None when the text is not JSON."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -119,7 +119,6 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """Build the tokenizer from a GGUF file's metadata."""
     metadata = read_gguf_header(path).metadata
     try:
         return _convert(metadata)

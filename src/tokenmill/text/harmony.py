@@ -234,7 +234,6 @@ class HarmonyReader(MessageReader):
         return []
 
     def _leave(self) -> list[MessageEvent]:
-        """End whatever is under way."""
         events: list[MessageEvent] = []
         if self._state == "header":
             events = self._end_header()

@@ -34,7 +34,6 @@ class MessageReader(ABC):
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that was found."""
         return self._detokenizer.stop_reason
 
     @property

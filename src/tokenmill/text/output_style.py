@@ -20,8 +20,6 @@ _TAGS = ("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """The parsers of one model."""
-
     thinks: bool = False  # a <think> block comes before the answer
     think_ids: tuple[int, int] | None = None  # its tags, where each is one token
     think_end: tuple[int, ...] = ()  # the last tag, as the tokenizer spells it

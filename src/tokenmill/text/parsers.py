@@ -35,15 +35,11 @@ class FoundCall:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the model's reasoning."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the message's text."""
-
     text: str
 
 

@@ -16,8 +16,6 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class FetchTarget:
-    """A URL that may be fetched."""
-
     url: SplitResult
     host: str
     port: int
@@ -29,7 +27,6 @@ class FetchTarget:
 
     @property
     def path(self) -> str:
-        """What a request asks for."""
         query = f"?{self.url.query}" if self.url.query else ""
         return (self.url.path or "/") + query
 
@@ -41,8 +38,6 @@ class FetchTarget:
 
 
 class AllowedHosts:
-    """The hosts and origins that an operator allows."""
-
     def __init__(self, hosts: Sequence[str]) -> None:
         self._origins = {_origin(host) for host in hosts if "://" in host}
         self._names = {host.lower().rstrip(".") for host in hosts if "://" not in host}

@@ -26,10 +26,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class FetchRoom(Protocol):
-    """Memory for one file."""
-
-    async def grow(self, num_bytes: int) -> None:
-        """Have room for so many bytes."""
+    async def grow(self, num_bytes: int) -> None: ...
 
 
 class Boundless:
@@ -120,7 +117,6 @@ class _Download(HttpConnection):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def go_on(self) -> None:
-        """Read the body."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -178,5 +174,4 @@ class _Download(HttpConnection):
 
 
 def too_large(max_bytes: int) -> LargeImageError:
-    """The error of a file over the limit."""
     return LargeImageError(f"it is larger than {max_bytes} bytes")

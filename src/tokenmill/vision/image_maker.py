@@ -45,7 +45,6 @@ class ImageMaker:
         return ImageInput(pixels, _GRID.unpack(grid), content_hash, levels)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
         self._processes.close()
 
 

@@ -31,8 +31,6 @@ def boundless() -> AbstractContextManager[FetchRoom]:
 
 
 class ImageLoader:
-    """Turns URLs into images for one model."""
-
     def __init__(self, processor: ImageProcessor, config: VisionConfig) -> None:
         self.processor = processor.with_limits(config.min_pixels, config.max_pixels)
         self.config = config
@@ -65,7 +63,6 @@ class ImageLoader:
         return image
 
     def close(self) -> None:
-        """End the work under way, the processes and the threads."""
         self._maker.close()
         self._threads.shutdown()
 

@@ -86,7 +86,6 @@ class ImageProcessor:
         return replace(self, limits=PixelLimits(least, most))
 
     def num_tokens(self, width: int, height: int, limits: PixelLimits) -> int:
-        """The placeholder tokens of an image."""
         new_height, new_width = smart_resize(height, width, self.factor, limits)
         return new_height * new_width // self.factor**2
 

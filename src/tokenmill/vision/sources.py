@@ -16,8 +16,6 @@ from tokenmill.vision.fetching import Boundless, FetchRoom, fetch, too_large
 
 
 class ImageSources:
-    """Reads the files of images within the operator's limits."""
-
     def __init__(self, config: VisionConfig) -> None:
         self._allowed = AllowedHosts(config.hosts)
         self._folder = Path(config.folder).resolve() if config.folder is not None else None
@@ -31,11 +29,9 @@ class ImageSources:
         return url[:5].lower() in ("http:", "https")
 
     def is_file(self, url: str) -> bool:
-        """True for the URL of a file of this host."""
         return url[:5].lower() == "file:"
 
     async def fetch(self, url: str, room: FetchRoom | None = None) -> bytes:
-        """The file behind an http or https URL."""
         return await fetch(
             url, self._allowed, self._max_bytes, self._timeout_s, room or Boundless()
         )
@@ -64,7 +60,6 @@ class ImageSources:
         return decode_base64(data)
 
     def file_size(self, url: str) -> int:
-        """The size of the file of a file: URL."""
         try:
             size = self._path_of(url).stat().st_size
         except OSError as error:

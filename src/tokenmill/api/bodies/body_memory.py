@@ -22,20 +22,16 @@ SLOW_AFTER_S = 5.0
 
 
 class BodyMemory:
-    """Shared by all calls of a server or front."""
-
     def __init__(self, config: ServerConfig) -> None:
         least = LEAST_BODIES * config.max_body_bytes
         self.share = FairShare(max(config.max_body_memory_bytes // config.fronts, least))
         self._reading: set[BodyRoom] = set()
 
     def of_body(self, account: str) -> BodyRoom:
-        """Room for the body of a call."""
         return BodyRoom(self, account, FREE_BYTES)
 
     @contextlib.contextmanager
     def of_image(self, account: str) -> Iterator[BodyRoom]:
-        """Room for an image that is fetched, while the block runs."""
         room = BodyRoom(self, account, 0)
         try:
             yield room
@@ -96,7 +92,6 @@ class BodyRoom:
             self._patience = patience
 
     def release(self) -> None:
-        """The body is dropped."""
         taken, self._num_taken = self._num_taken, 0
         if taken:
             self._memory.share.give(self._account, taken)
@@ -115,7 +110,6 @@ class BodyRoom:
             raise ApiError(408, message, code="request_timeout") from None
 
     def end_if_slow(self, now_s: float) -> None:
-        """Take back the room of a body whose client sends too slowly."""
         took_s = now_s - self._began_s
         is_slow = took_s > SLOW_AFTER_S and self.num_received < took_s * SLOW_BYTES_PER_S
         if self._num_taken and is_slow and self._patience is not None:

@@ -68,13 +68,11 @@ class BodyProcesses:
             self._places.give(account, 1)
 
     def close(self) -> None:
-        """End the processes, whatever they are reading."""
         self.is_closed = True
         for pool in (*self._idle, *self._busy):
             _end(pool)
 
     async def _in_process(self, work: Callable[..., bytes], *args: Any) -> bytes:
-        """What `work` returns in a process; one that does not come to its end is ended."""
         self._check_open()
         self._idle = [pool for pool in self._idle if not pool._broken]
         pool = self._idle.pop() if self._idle else _new_pool()
@@ -110,7 +108,6 @@ def _new_pool() -> ProcessPoolExecutor:
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
-    """End a pool's process, whatever it does."""
     processes = pool._processes
     pool.shutdown(wait=False, cancel_futures=True)
     for process in list((processes or {}).values()):

@@ -52,8 +52,6 @@ Reader = Callable[[bytes, Preparer, str], Awaitable[T]]  # of a body for the mod
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """A call that can be submitted, and how its answer is written."""
-
     job: PreparedCall
     form: Format
     streams: bool
@@ -61,7 +59,6 @@ class ReadCall:
 
 
 def check_model(name: str | None, served: str) -> None:
-    """404 for a model that is not served here."""
     if name is not None and name != served:
         raise unknown_model(name, served)
 
@@ -77,8 +74,6 @@ class _Setup:
 
 
 class BodyReader:
-    """Reads the bodies of calls for one model."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -117,7 +112,6 @@ class BodyReader:
         return await (here or reader)(body, preparer, self._model)
 
     def close(self) -> None:
-        """End the processes, whatever they are reading."""
         self.processes.close()
 
     def _goes_elsewhere(self, body: bytes) -> bool:
@@ -149,7 +143,6 @@ class BodyReader:
 async def answer_call(
     request: Request, state: ApiState, bodies: BodyReader, reader: Reader[ReadCall]
 ) -> Response:
-    """Admit a call, read it, and answer it."""
     with handing_on(state.admit(request.state.account)) as place:
         with state.traced(request) as trace:
             read = await bodies.read(request, place, reader)
@@ -170,8 +163,6 @@ class _NoImages(ImageLoader):
 
 
 class _BodyProcess:
-    """Reads bodies for a server in another process."""
-
     def __init__(self, setup: _Setup) -> None:
         origin = setup.origin
         self.facts: ModelFacts | None = None

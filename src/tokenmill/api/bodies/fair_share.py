@@ -16,7 +16,6 @@ class FairShare:
         self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
 
     def held(self, account: str) -> int:
-        """What an account holds."""
         return self._by_account[account]
 
     def take_now(self, account: str, amount: int) -> bool:
@@ -27,7 +26,6 @@ class FairShare:
         return is_free
 
     async def take(self, account: str, amount: int) -> None:
-        """Hold so much more; waits until it is free."""
         if self.take_now(account, amount):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -42,7 +40,6 @@ class FairShare:
             raise
 
     def give(self, account: str, amount: int) -> None:
-        """Hold so much less."""
         self._add(account, -amount)
         self._grant()
 
@@ -63,7 +60,6 @@ class FairShare:
             granted.set_result(None)
 
     def _next(self) -> str | None:
-        """The account that is to be granted something now."""
         for account, queue in list(self._waiting.items()):
             while queue and queue[0][0].done():
                 queue.popleft()

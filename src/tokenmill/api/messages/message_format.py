@@ -123,34 +123,28 @@ class MessageFormat:
     def frame(self) -> MessageFormat:
         return self
 
-    def count(self, usage: Usage) -> None:
-        """Usage stands in the first and the last event."""
+    def count(self, usage: Usage) -> None: ...
 
     def start(self, usage: Usage) -> bytes:
-        """The events before anything is generated."""
         message = MessageAnswer(id=self._message_id, model=self._model, usage=message_usage(usage))
         return self._event("message_start", {"message": message}) + self._event("ping", {})
 
     def event(self, delta: TextDelta) -> bytes:
-        """The events of one delta; b"" when nothing is certain yet."""
         events = b"".join([self._add(part) for part in delta.parts])
         if delta.finish_reason is not None:
             self._note_stop(delta)
         return events
 
     def end(self, usage: Usage) -> bytes:
-        """The events that end a stream."""
         events = self._close()
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         fields = {"delta": delta, "usage": message_usage(usage)}
         return events + self._event("message_delta", fields) + self._event("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that ends a stream which an error has cut off."""
         return error.event(MESSAGES_PATH)
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
-        """The JSON of the whole message."""
         self._writes = False
         self.event(wholes[0])
         self._close()

@@ -266,7 +266,6 @@ class MessagesErrorAnswer(AnswerSchema, kw_only=True):
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """OpenAI's usage block."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -82,7 +82,6 @@ class IgnoredFields:
 
     @property
     def names(self) -> list[str]:
-        """Those that were told."""
         return list(self._noted)
 
     def is_noted(self, name: str) -> bool:

@@ -55,7 +55,6 @@ class ChatFormat:
         ]
 
     def event(self, delta: TextDelta) -> bytes:
-        """The events of one delta; b"" when nothing is certain yet."""
         choice = self._choices[delta.index]
         if self._plain and choice.started and delta.finish_reason is None:
             if not delta.text:
@@ -78,7 +77,6 @@ class ChatFormat:
         return self._before[index], _AFTER + self.frame.tail
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
-        """The JSON of the whole answer, one whole delta per choice."""
         answer = ChatCompletion(
             id=self._job.job_id,
             created=self._job.created,
@@ -149,8 +147,6 @@ def _finish_reason(reason: FinishText | None, called: bool) -> ChatFinish:
 
 
 class MessageParser:
-    """What was sent of one choice."""
-
     def __init__(self, shows_reasoning: bool) -> None:
         self._shows_reasoning = shows_reasoning
         self.started = False

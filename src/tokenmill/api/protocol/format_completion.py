@@ -38,7 +38,6 @@ class CompletionFormat:
         ]
 
     def event(self, delta: TextDelta) -> bytes:
-        """The events of one delta; b"" when nothing is certain yet."""
         if self._plain and self._started[delta.index] and delta.finish_reason is None:
             if not delta.text:
                 return b""
@@ -66,7 +65,6 @@ class CompletionFormat:
         return self._before[index], _AFTER + self.frame.tail
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
-        """The JSON of the whole answer, one whole delta per choice."""
         answer = Completion(
             id=self._job.job_id,
             created=self._job.created,

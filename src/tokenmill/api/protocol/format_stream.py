@@ -36,15 +36,12 @@ class EventFrame:
         self.tail = b'],"usage":' + json_encode(usage) + b"}\n\n"
 
     def start(self, usage: Usage) -> bytes:
-        """Nothing comes before the first event."""
         return b""
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that ends a stream which an error has cut off."""
         return error.event()
 
     def end(self, usage: Usage) -> bytes:
-        """What closes the stream."""
         if self._usage_in == "none":
             return DONE
         return self.head + b'],"usage":' + json_encode(usage) + b"}\n\n" + DONE

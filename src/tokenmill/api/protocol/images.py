@@ -28,8 +28,6 @@ Places = Sequence[tuple[str, PixelBounds | None]]  # with their paths, the neare
 
 @dataclass(frozen=True, slots=True)
 class WantedImage:
-    """An image of a call, and where it stands."""
-
     path: str
     url: str
     limits: PixelLimits

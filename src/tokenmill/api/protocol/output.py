@@ -33,8 +33,6 @@ _EFFORTS |= {"high": "high", "xhigh": "high", "max": "high"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a call, as text and as tokens."""
-
     text: str
     token_ids: list[int]
     hash_input: U64  # the same tokens, as the router reads them
@@ -47,8 +45,6 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How one chat is answered."""
-
     prompt: Prompt
     structured: StructuredOutput | None
     make_reader: MakeReader | None  # None: all text is content

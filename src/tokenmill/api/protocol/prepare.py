@@ -107,13 +107,10 @@ class PreparedCall:
         return self.make_reader is not None
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of choice `index`."""
         return self.prompts[index // self.n]
 
 
 class Preparer:
-    """Turns API calls into jobs for one model."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -146,7 +143,6 @@ class Preparer:
 
     @property
     def max_model_len(self) -> int:
-        """The context limit in tokens."""
         return self._facts.max_model_len
 
     async def chat(
@@ -196,7 +192,6 @@ class Preparer:
         )
 
     async def count_chat(self, call: ChatCompletionRequest) -> int:
-        """The number of prompt tokens of a chat call."""
         tools = plan_tool_use(call, self._style, self.tokenizer)
         return len((await self._chat_prompt(call, tools)).token_ids)
 
@@ -249,7 +244,6 @@ class Preparer:
         bounds: PixelBounds | None = None,
         template: ChatTemplate | None = None,
     ) -> Prompt:
-        """The prompt of a call's messages, its images in their places."""
         messages, loader = call.messages or [], self._images
         wanted = wanted_images(messages, bounds, loader)
         generates, continues = call.add_generation_prompt, call.continue_final_message
@@ -261,7 +255,6 @@ class Preparer:
         return Prompt.of(text, *place_images(token_ids, images, loader.processor))
 
     async def completion(self, call: CompletionRequest) -> PreparedCall:
-        """Tokenise every prompt of a text completion."""
         if call.best_of is not None and call.best_of != (call.n or 1):
             raise InvalidRequestError(
                 "best_of is only supported when it equals n; leave it out", "best_of"

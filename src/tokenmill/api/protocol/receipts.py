@@ -40,7 +40,6 @@ class Receipts(AnswerSchema, kw_only=True):
 
 
 def receipt_of(cost: Cost, price: float | None) -> UsageReceipt:
-    """A cost with its price."""
     return UsageReceipt(
         gpu_seconds=round(cost.spent_s, DIGITS),
         prefill_gpu_seconds=round(cost.prefill_s, DIGITS),
@@ -52,7 +51,6 @@ def receipt_of(cost: Cost, price: float | None) -> UsageReceipt:
 
 
 def receipts_of(view: AccountsView, price: float | None) -> Receipts:
-    """All accounts, and the latest requests."""
     return Receipts(
         price_per_gpu_hour=price,
         num_gpus=view.num_gpus,

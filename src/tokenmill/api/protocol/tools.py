@@ -46,8 +46,6 @@ For each call write a JSON object with name and arguments inside <tool_call> tag
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one call uses its tools."""
-
     definitions: list[dict[str, Any]]  # as chat templates expect them
     names: list[str]  # the functions that may be called
     parser: Callable[[], ToolParser] | None  # a new one for each choice; None: harmony reads calls

@@ -74,11 +74,9 @@ class ResponseFormat:
         """Usage stands in the last event alone."""
 
     def start(self, usage: Usage) -> bytes:
-        """The events before anything is generated."""
         return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
 
     def event(self, delta: TextDelta) -> bytes:
-        """The events of one delta; b"" when nothing is certain yet."""
         events = b"".join([self._add(part, delta) for part in delta.parts])
         if delta.finish_reason is not None:
             if delta.finish_reason == "length":
@@ -88,7 +86,6 @@ class ResponseFormat:
         return events
 
     def end(self, usage: Usage) -> bytes:
-        """The events that end a stream."""
         cut_off = self._cut_off is not None
         events = self._close(cut_off)
         if not self._response.output:  # nothing at all was said
@@ -97,7 +94,6 @@ class ResponseFormat:
         return events + self._lifecycle(f"response.{self._response.status}")
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that ends a stream which an error has cut off."""
         response = self._response
         response.status = "failed"
         code: FaultCode = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -107,7 +103,6 @@ class ResponseFormat:
         return self._lifecycle("response.failed")
 
     def answer(self, wholes: list[TextDelta], usage: Usage) -> bytes:
-        """The JSON of the whole response."""
         self._writes = False
         self.event(wholes[0])
         self.end(usage)

@@ -138,14 +138,12 @@ def as_stored(item: Item) -> Item:
 
 
 def text_of(content: str | Sequence[Part]) -> str:
-    """The text of a message or of a function's output."""
     if isinstance(content, str):
         return content
     return "\n".join([part_text(p) for p in content if not isinstance(p, InputImage)])
 
 
 def part_text(part: InputText | OutputText | RefusalText) -> str:
-    """The text of a part."""
     return part.refusal if isinstance(part, RefusalText) else part.text
 
 

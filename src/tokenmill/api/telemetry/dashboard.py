@@ -42,7 +42,6 @@ HEADERS = {
 
 
 def add_dashboard(app: FastAPI, state: ApiState) -> None:
-    """The page of a server with an engine."""
     add_page(app, state.keys, lambda uptime_s, decisions: _view(state, uptime_s, decisions))
 
 

@@ -39,8 +39,6 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened between two samples."""
-
     number: int
     time_s: float
     tone: str  # good, note, warn or bad
@@ -48,8 +46,6 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class DashboardView(msgspec.Struct, frozen=True):
-    """All that the page shows."""
-
     model: str
     version: str
     dtype: str  # of the engine; "" and 0: there is none behind this front, but other servers
@@ -76,8 +72,6 @@ class DashboardView(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Samples of a view, and what changed between them."""
-
     def __init__(self, view: Callable[[], DashboardView]) -> None:
         self._view = view
         self._before: DashboardView | None = None
@@ -100,7 +94,6 @@ class History:
         loop.call_later(INTERVAL_S, self.start, loop)
 
     def sample(self) -> None:
-        """Note the figures of now."""
         now, before = self._view(), self._before
         self._samples.append(_sample(now, before))
         for tone, text in changes(before, now) if before is not None else ():

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """A row of the table."""
-
     kind: str  # gauge, counter or histogram
     name: str  # after tokenmill_
     labels: tuple[str, ...]  # beside model_name

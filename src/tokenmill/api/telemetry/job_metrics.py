@@ -40,7 +40,6 @@ class JobMetrics(CallMetrics):
             self.queue_s.observe(seconds)
 
     async def render(self, pool: JobPool) -> bytes:
-        """The exposition text with the engines' figures of now."""
         told = await pool.stats()
         self.pool = pool
         return self.exposition() + self._figures(told).encode()

@@ -59,7 +59,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -79,7 +78,6 @@ class Recent:
         self._values: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)  # (time, value)
 
     def add(self, value: float) -> None:
-        """Note a value of now."""
         self._values.append((time.monotonic(), value))
 
     def values(self) -> list[float]:
@@ -90,7 +88,6 @@ class Recent:
         return [value for _, value in self._values]
 
     def summary(self) -> dict[str, float]:
-        """Mean and percentiles; {} when there is no value."""
         return summarize(self.values())
 
 
@@ -115,7 +112,6 @@ class CallMetrics:
         return self.families(figures.CALLS)
 
     def exposition(self) -> bytes:
-        """The text of all families."""
         return generate_latest(self._registry)
 
     def derived(self) -> dict[str, Any]:
@@ -197,7 +193,6 @@ class ServerMetrics(CallMetrics):
         self.stored: Callable[[], tuple[int, int]] = lambda: (0, 0)  # responses, their bytes
 
     def output(self, times: RequestTimes, now_ns: int, num_tokens: int) -> None:
-        """Count one output of a request."""
         gap_ms = times.record(now_ns, num_tokens)
         self.num_output_tokens += num_tokens
         if gap_ms is not None:
@@ -220,7 +215,6 @@ class ServerMetrics(CallMetrics):
         gaps.total += self._gap_s
 
     def finish(self, times: RequestTimes, num_prompt_tokens: int, reason: str) -> None:
-        """Count the end of a request."""
         self.finished[reason] += 1
         if reason in self.SUCCESSES:
             self.prompt_tokens.observe(num_prompt_tokens)
@@ -269,7 +263,6 @@ class ServerMetrics(CallMetrics):
         return total
 
     def render(self, stats: EngineStats, num_worker_restarts: int, pool: PoolView) -> bytes:
-        """The exposition text with the engines' counters of now."""
         self.stats, self.num_worker_restarts = stats, num_worker_restarts
         self.pool, self.images = pool, pool.images or _NO_IMAGES
         return self.exposition()

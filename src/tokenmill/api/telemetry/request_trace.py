@@ -83,8 +83,6 @@ class CallTrace:
 
 
 class RequestSpans(RequestTrace):
-    """The stages of one request as spans."""
-
     __slots__ = (
         "_call",
         "_first_ns",

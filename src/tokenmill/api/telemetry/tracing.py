@@ -111,8 +111,6 @@ def _provider(endpoint: str | None, service: str) -> Any:
 
 
 class OtelTracing(Tracing):
-    """Spans that are sent to a collector."""
-
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
