@@ -16,9 +16,10 @@ from starlette.requests import ClientDisconnect
 from api.sim import TEMPLATE, make_tokenizer
 from tokenmill.api.bodies.body_processes import LONG_BODY_BYTES
 from tokenmill.api.errors import ApiError
-from tokenmill.proxy import prompt_reader
+from tokenmill.proxy import prompt_reader, tenants
 from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt
 from tokenmill.proxy.prompt_reader import PromptReader
+from tokenmill.proxy.tenants import Tenant
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 
 LONG = "Hello there, how are you? " * (LONG_BODY_BYTES // 20)
@@ -79,6 +80,29 @@ def test_a_long_prompt_is_read_elsewhere_and_alike(
     assert len(expected.token_ids) > 10_000 and expected.model == "m"
     monkeypatch.setattr(prompt_reader, "read_prompt", lambda *call: pytest.fail("read here"))
     assert essence(read(prompts, body, path)) == essence(expected)
+
+
+def test_ids_of_a_long_body_are_changed_elsewhere_and_alike(
+    prompts: PromptReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = Tenant("a", b"salt"), Tenant("a", b"salt")
+    own = here.seal("resp_1")
+    body = encode({"input": [{"type": "item_reference", "id": "msg_2"}, LONG]})
+    body = body.replace(b'"model"', b'"previous_response_id": "%s", "model"' % own.encode())
+    path = "/v1/responses"
+    expected = here.body(path, body)
+    assert b'"resp_1"' in expected and b'"msg_2-' in expected
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tenants, "_change_ids", lambda *call: pytest.fail("changed here"))
+        assert asyncio.run(prompts.opened(elsewhere, body, path, receive)) == expected
+    assert elsewhere.given_ids == here.given_ids and len(here.given_ids) == 2
+    with pytest.raises(ApiError, match="not a JSON object"):
+        asyncio.run(prompts.opened(elsewhere, body[:-1], path, receive))
 
 
 def test_a_router_gets_no_more_tokens_than_contexts_hold(prompts: PromptReader) -> None:

@@ -23,6 +23,7 @@ from tokenmill.api.bodies.body_processes import (
 )
 from tokenmill.api.errors import ApiError
 from tokenmill.proxy.call_prompt import RoutedPrompt, read_prompt
+from tokenmill.proxy.tenants import Tenant
 from tokenmill.text.tokenizer import Tokenizer, TokenizerOrigin, load_tokenizer
 from tokenmill.vision.processor import ImageProcessor
 
@@ -54,6 +55,19 @@ class PromptReader:
                 return RoutedPrompt()
         return await asyncio.to_thread(self._read_here, body, path)
 
+    async def opened(self, tenant: Tenant, body: bytes, path: str, receive: Receive) -> bytes:
+        """A body with ids as the backend has them, as Tenant.body() does."""
+        if len(body) > LONG_BODY_BYTES and tenant.opens(path):
+            work = self._processes.run(tenant.account, len(body), _opened, tenant, body, path)
+            try:
+                changed: bytes
+                changed, ids = pickle.loads(await unless_gone(receive, work))
+                tenant.given_ids.update(ids)
+                return changed
+            except NotElsewhereError as error:
+                _log.debug("ids of a long body are changed by the router itself: %s", error)
+        return tenant.body(path, body)
+
     def close(self) -> None:
         """End the processes, whatever they are reading."""
         self._processes.close()
@@ -78,6 +92,10 @@ class _Setup:
 
 
 # In the other process.
+
+
+def _opened(tenant: Tenant, body: bytes, path: str) -> bytes:
+    return pickle.dumps((tenant.body(path, body), tenant.given_ids))
 
 
 @cache

@@ -128,7 +128,7 @@ class RouteApp:
             limit = state.config.max_body_bytes
             body = await read_bytes(receive, declared, limit, place.body)
             if tenant is not None:
-                body = tenant.body(path, body)
+                body = await self._prompts.opened(tenant, body, path, receive)
         except (ApiError, ClientDisconnect) as error:
             code = error.code if isinstance(error, ApiError) else "cancelled"
             span.end(f"{code}: {error}")

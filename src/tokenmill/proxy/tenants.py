@@ -37,7 +37,7 @@ class Tenant:
 
     account: str
     salt: bytes
-    _given: dict[str, str] = field(default_factory=dict)  # ids as the client has sent them
+    given_ids: dict[str, str] = field(default_factory=dict)  # as the client has sent them
     _rest: bytes = b""  # of a stream: a line that is not whole
 
     def seal(self, name: str) -> str:
@@ -50,7 +50,7 @@ class Tenant:
         is_own = name and hmac.compare_digest(self.seal(name).encode(), given.encode())
         # Of another purpose: what a backend repeats of it must not be a sealed id.
         opened = name if is_own else f"{given}-{self._mac('unknown', given)}"
-        self._given[opened] = given
+        self.given_ids[opened] = given
         return opened
 
     def _mac(self, purpose: str, text: str) -> str:
@@ -59,7 +59,7 @@ class Tenant:
 
     def given(self, opened: str) -> str:
         """An id as the client has sent it."""
-        return self._given.get(opened, opened)
+        return self.given_ids.get(opened, opened)
 
     # Requests.
 
@@ -79,9 +79,13 @@ class Tenant:
         changed = {"path": path, "raw_path": path.encode() if stored else scope["raw_path"]}
         return {**scope, **changed, "headers": headers, "query_string": query}
 
+    def opens(self, path: str) -> bool:
+        """Bodies of calls to a path may have ids."""
+        return path.startswith(RESPONSES_PATH)
+
     def body(self, path: str, body: bytes) -> bytes:
         """The body of a call with ids as the backend has them; ApiError where it is no JSON."""
-        if not path.startswith(RESPONSES_PATH) or not body:
+        if not self.opens(path) or not body:
             return body
         try:
             if body.lstrip(b" \t\r\n").startswith(b"{"):
@@ -98,7 +102,7 @@ class Tenant:
         if not has_ids(path):
             return body
         if status >= 400:
-            for opened, given in self._given.items():
+            for opened, given in self.given_ids.items():
                 body = body.replace(opened.encode(), given.encode())
             return body
         try:
