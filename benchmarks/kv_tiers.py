@@ -20,8 +20,9 @@ from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, TokenmillError
 from tokenmill.engine.build import BuiltEngine, build_engine
-from tokenmill.engine.choices import KV_BYTES, choose_device, resolve_setup
+from tokenmill.engine.choices import choose_device, resolve_setup
 from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.memory import KV_BYTES
 from tokenmill.kv.tiers.page_copies import PageCopies
 from tokenmill.models.checkpoints.weights import read_spec
 from tokenmill.settings import CACHE, EXECUTION, MODEL, SCHEDULER, Settings, SettingsError

@@ -19,7 +19,7 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError, Request, SamplingParams, StepResult
-from tokenmill.engine.choices import gpu_room, resolve_setup
+from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import (
     MemoryRoom,
@@ -29,6 +29,7 @@ from tokenmill.engine.limits import (
     choose_least_shared,
     choose_num_seqs,
 )
+from tokenmill.engine.memory import gpu_room
 from tokenmill.models import spec_of
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler

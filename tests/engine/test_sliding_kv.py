@@ -15,7 +15,7 @@ from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv_groups import KVGroups, plan_groups
 from tokenmill.core.types import Request, SamplingParams
-from tokenmill.engine import build as engine_build
+from tokenmill.engine import load as engine_load
 from tokenmill.engine.engine import LanguageEngine
 
 WINDOW = 24  # one block and a half
@@ -55,7 +55,7 @@ def plain_groups(windows: tuple[int | None, ...], num_drafting: int = 0) -> KVGr
 def plain(folder: Path) -> list[Answer]:
     """What an engine says whose layers all keep everything."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_build, "plan_groups", plain_groups)
+        patch.setattr(engine_load, "plan_groups", plain_groups)
         built = build(folder, "fp32", chunked=False, prefix_cache=False, num_blocks=64)
     assert built.num_blocks == 64 and not built.runner.sliding.num_groups
     return [complete(built.engine, [prompt], GREEDY)[0] for prompt in prompts()]
@@ -196,7 +196,7 @@ def test_pages_move_only_between_engines_that_slide_alike(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = disaggregated.build(folder)
-    monkeypatch.setattr(engine_build, "plan_groups", plain_groups)
+    monkeypatch.setattr(engine_load, "plan_groups", plain_groups)
     theirs = disaggregated.build(folder)
     problem = disaggregated.kv_of(ours).connect(disaggregated.kv_of(theirs).address)
     assert problem is not None and "bytes of a block" in problem

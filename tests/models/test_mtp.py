@@ -14,8 +14,9 @@ from draft_heads import head_tensors
 from tiny_models import make_model, save, stored_tensors, tame
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.types import ModelLoadError, Request, SamplingParams
-from tokenmill.engine.build import build_engine, has_mtp
+from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
+from tokenmill.engine.drafts.open_drafts import has_mtp
 from tokenmill.models import spec_of
 from tokenmill.models.checkpoints.shards import shard
 from tokenmill.models.checkpoints.weights import open_mtp, read_spec

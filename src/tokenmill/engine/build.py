@@ -1,11 +1,11 @@
-"""From configs to a running engine: weights, KV cache, scheduler, runner."""
+"""From configs to a running engine: its part of a model, runner, scheduler, and other ranks."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,34 +13,17 @@ from pathlib import Path
 import torch
 
 from tokenmill.core.config import (
-    GPU_MEMORY_SHARE,
-    MEMORY_SHARE,
     NGRAM,
-    CacheConfig,
     ExecutionConfig,
-    ModelConfig,
-    SchedulerConfig,
     Setup,
 )
-from tokenmill.core.kv import parse_tiers
-from tokenmill.core.kv_groups import KVGroups, plan_groups
+from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.core.types import GrammarVocab, ModelLoadError
-from tokenmill.engine.choices import (
-    KV_BYTES,
-    available_bytes,
-    gpu_room,
-    set_mode,
-    set_num_threads,
-)
-from tokenmill.engine.drafts.drafting import AdaptiveDrafting, Drafting, FixedDrafting
-from tokenmill.engine.drafts.eagle3 import Eagle3Files, Eagle3Head, is_eagle3, open_eagle3
-from tokenmill.engine.drafts.proposer import Drafter
+from tokenmill.core.types import GrammarVocab
+from tokenmill.engine.drafts.open_drafts import choose_drafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
-from tokenmill.engine.graphs.draft_graphs import MAX_SIZE
-from tokenmill.engine.model import KVCache, allocate_kv_cache
+from tokenmill.engine.load import LoadedPart, OnPhase, Progress, load_part
 from tokenmill.engine.open_tiers import open_tiers
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
@@ -51,39 +34,16 @@ from tokenmill.engine.ranks.step_leader import StepLeader
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.warm_up import FEW, warm_up_steps
-from tokenmill.kernels import prepare_triton
 from tokenmill.kv.connectors import KVLink
-from tokenmill.kv.tiers.page_copies import staged_bytes
 from tokenmill.layers.linear import ComputeType
-from tokenmill.models import family_of
-from tokenmill.models.checkpoints.shards import local_spec, plan_layout, wanted
-from tokenmill.models.checkpoints.store import resolve_draft, shipped_mtp
-from tokenmill.models.checkpoints.weights import (
-    Checkpoint,
-    ReadableTensor,
-    open_checkpoint,
-    open_mtp,
-    read_all,
-    read_spec,
-)
-from tokenmill.models.checkpoints.weights_digest import weights_digest
-from tokenmill.models.decoder import Decoder
-from tokenmill.models.mtp import MTPModule
-from tokenmill.models.names import mtp_spec
-from tokenmill.parallel import ALONE, ONE, Layout, Ranks
+from tokenmill.parallel import ONE, Ranks
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.cache.blocks import BlockPool
-from tokenmill.sched.cache.encoder_cache import STEPS
 from tokenmill.sched.meter import StepMeter, WorkWeights
 from tokenmill.sched.recording import make_scheduler
 
-Progress = Callable[[int, int], None]
-OnPhase = Callable[[str], None]  # is called with the name of each phase of the start at its end
-DraftFiles = Mapping[str, ReadableTensor] | Eagle3Files
 _log = logging.getLogger(__name__)
-_MOST_PATCHES = 2**16  # of an image: 4,096 x 4,096 pixels, the most that Qwen3-VL's processor makes
 _NARROW = 2048  # hidden sizes below it: few channels carry most of a product, and its error
-_RESERVE_BYTES = 2**29  # left to activations and the rest of the process on CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +92,6 @@ class BuiltEngine:
             self.engine.tiers.close()
         if self.group is not None:
             self.group.close()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPart:
-    """What a rank holds of a model, and its KV cache."""
-
-    checkpoint: Checkpoint
-    network: Decoder
-    mtp: Drafter | None
-    cached: ModelSpec  # whose KV a block holds: the network's as this rank has it, and the module's
-    kv_cache: KVCache
-    num_blocks: int
-    groups: KVGroups
-    kv_tokens: int  # of one request that the KV cache holds
-    max_model_len: int  # what is asked for, or what the KV cache holds if that is less
-    link: KVLink | GroupLink | None
-    weights: str  # their digest, where KV moves or is kept
 
 
 def build_engine(
@@ -201,59 +144,6 @@ def build_engine(
         weight_bytes=part.network.num_bytes + (0 if part.mtp is None else part.mtp.num_bytes),
         description=part.checkpoint.describe() + _drafts_line(setup.execution),
         group=group,
-    )
-
-
-def load_part(
-    setup: Setup,
-    ranks: Ranks,
-    agree: Callable[[int], int],
-    progress: Progress | None = None,
-    on_phase: OnPhase = lambda name: None,
-) -> LoadedPart:
-    """Load what this rank holds; `agree` says how many blocks of KV all ranks have room for."""
-    model, cache, scheduler = setup.model, setup.cache, setup.scheduler
-    set_mode(setup.execution)
-    set_num_threads(model.num_threads or 1)
-    path, device, dtype = Path(model.model), model.device, model.dtype
-    if device == "cuda" and setup.execution.fused_kernels:
-        prepare_triton()  # while weights are read
-    assert dtype != "auto" and cache.block_size is not None
-    checkpoint = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed)
-    spec = checkpoint.spec
-    layout = plan_layout(spec, setup.parallel, ranks)
-    _check_memory(spec, layout, dtype, device, cache.gpu_share)
-    drafts = setup.execution.mtp > 0
-    has_module = drafts and model.draft != NGRAM
-    draft_files = _open_draft(checkpoint, model) if has_module else {}  # finds a wrong one
-    max_len = scheduler.max_model_len
-    network = _load(checkpoint, dtype, max_len, device, layout, progress)
-    mtp = _load_draft(draft_files, network, dtype) if has_module else None
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what tensors were read into, which is free for KV again
-    on_phase("weights")
-    reserve = _reserve(spec, scheduler, setup.execution, device)
-    if cache.offloading is not None:
-        reserve += staged_bytes(device, parse_tiers(cache.offloading).host_bytes // ranks.size)
-    # With a layer of KV for the module.
-    cached = network.spec if mtp is None else mtp_spec(network.spec)
-    groups = plan_groups(cached.layer_windows, cached.num_layers - network.spec.num_layers)
-    num_blocks = agree(_num_blocks(cache, cached, groups, device, reserve))
-    # The block that padded rows of a CUDA graph write to, and drafts that have no place.
-    spare = int(device == "cuda" or drafts)
-    weights = _digest(setup, checkpoint, draft_files)
-    link = KVLink.plan(cache.connector, device, weights)
-    pages = link.pages if link is not None else None
-    kv_cache = allocate_kv_cache(
-        cached, num_blocks + spare, cache.block_size, device, cache.dtype, pages, groups
-    )
-    on_phase("KV cache")
-    most_new, size = scheduler.most_new_tokens, cache.block_size
-    room = groups.sliding.num_blocks(num_blocks, most_new, size) * size
-    max_len = min(max_len, room)
-    return LoadedPart(
-        checkpoint, network, mtp, cached, kv_cache, num_blocks, groups, room, max_len, link, weights
     )
 
 
@@ -338,7 +228,7 @@ def make_engine(
         launcher=runner if overlap else None,
         kv=kv,
         tiers=open_tiers(setup, policy, kv_cache, part.cached, part.weights, calls),
-        drafting=_drafting(execution, policy.looks_up),
+        drafting=choose_drafting(execution, policy.looks_up),
         vision=spec.vision,
         may_rerun=not setup.parallel.attention_dp,
     )
@@ -450,166 +340,6 @@ def _stop_ids(spec: ModelSpec, grammar_vocab: GrammarVocab | None) -> frozenset[
     return eos if grammar_vocab is None else eos | frozenset(grammar_vocab.stop_token_ids)
 
 
-def _check_memory(
-    spec: ModelSpec, layout: Layout, dtype: str, device: str, share: float | None
-) -> None:
-    """On a GPU, say before loading that the weights will not fit."""
-    if device != "cuda":
-        return
-    free = gpu_room(share)
-    vocab_size = max(layout.tensor_ranks.shares(spec.vocab_size))
-    own = replace(local_spec(spec, layout), vocab_size=vocab_size)
-    if own.moe is not None and layout.num_slots:
-        own = replace(own, moe=replace(own.moe, num_experts=layout.num_slots // layout.ranks.size))
-    needed = own.weight_bytes(1 if dtype == "fp8" else 2)
-    if needed > free:
-        given = "" if share is None else f" within --gpu-memory-utilization {share:g}"
-        raise ModelLoadError(
-            f"the weights take {needed / 2**30:.1f} GiB in {dtype}, but "
-            f"{torch.cuda.get_device_name()} has {free / 2**30:.1f} GiB free{given}"
-        )
-
-
-def _load(
-    checkpoint: Checkpoint,
-    dtype: ComputeType,
-    max_len: int,
-    device: str,
-    layout: Layout,
-    progress: Progress | None,
-) -> Decoder:
-    spec = checkpoint.spec
-    tensors = checkpoint.tensors(progress, device, wanted(spec, layout))
-    return family_of(spec).model(spec, tensors, dtype, max_len, device, layout)
-
-
-def _open_draft(checkpoint: Checkpoint, model: ModelConfig) -> DraftFiles:
-    """What drafts: what --draft names, the checkpoint's own module, or one that comes with it."""
-    random = model.random_weights and model.draft is None
-    path, spec = checkpoint.path, checkpoint.spec
-    if spec.vision is not None:
-        problem = "takes images, and no MTP module knows their positions; use --draft ngram"
-        raise ModelLoadError(f"mtp: {spec.architecture} {problem}")
-    if model.draft is not None:
-        path = resolve_draft(model.draft)
-        if is_eagle3(path):
-            return open_eagle3(path, spec)
-    elif not random and not spec.num_mtp_layers:
-        shipped = shipped_mtp(path)
-        if shipped is None:
-            problem = "has no MTP module; give one with --draft, or draft with --draft ngram"
-            raise ModelLoadError(f"mtp: {path.name} {problem}")
-        path = shipped
-    return open_mtp(path, spec, random_weights=random, seed=model.seed)
-
-
-def _digest(setup: Setup, checkpoint: Checkpoint, drafts: DraftFiles) -> str:
-    """A digest of the weights, where other engines or later starts meet what they compute."""
-    cache = setup.cache
-    if cache.connector == "none" and cache.offloading is None:
-        return ""
-    tensors = drafts.tensors if isinstance(drafts, Eagle3Files) else drafts
-    return weights_digest(checkpoint.readable, tensors)
-
-
-def _load_draft(files: DraftFiles, network: Decoder, dtype: ComputeType) -> Drafter:
-    """Ranks that share every token divide the module like a layer; others have one each."""
-    if isinstance(files, Eagle3Files):
-        network.read_layers = files.layers
-        return Eagle3Head(files, network, dtype)
-    layout = ALONE if network.layout.own_tokens else network.layout
-    needs = wanted(network.full, layout)
-    own = {name: tensor for name, tensor in files.items() if needs(name)}
-    return MTPModule(network, read_all(own, network.device), dtype, layout)
-
-
-def has_mtp(model: ModelConfig, path: Path) -> bool:
-    """Whether a model at this path can draft."""
-    if model.draft is not None or read_spec(path).num_mtp_layers > 0:
-        return True
-    return not model.random_weights and shipped_mtp(path) is not None
-
-
 def _drafts_line(execution: ExecutionConfig) -> str:
     """Return what the description of the engine says about drafts."""
     return f", up to {execution.mtp} drafts a step" if execution.mtp else ""
-
-
-def _drafting(execution: ExecutionConfig, looks_up: bool) -> Drafting | None:
-    if not execution.mtp:
-        return None
-    if not execution.mtp_adaptive:
-        return FixedDrafting(execution.mtp)
-    return AdaptiveDrafting(execution.mtp, looks_up)
-
-
-def _reserve(
-    spec: ModelSpec, scheduler: SchedulerConfig, execution: ExecutionConfig, device: str
-) -> int:
-    """Bytes kept from the KV cache: on a GPU graphs, and the largest step's activations twice."""
-    if device != "cuda":
-        return _RESERVE_BYTES
-    widest = 2 * spec.intermediate_size + spec.q_size + 2 * spec.kv_size + 8 * spec.hidden_size
-    if spec.moe is not None:
-        inner, shared = spec.moe.intermediate_size, spec.moe.shared_size
-        widest += spec.moe.top_k * (3 * inner + spec.hidden_size) + 2 * shared
-    if spec.mla is not None:
-        widest += 2 * spec.num_heads * spec.mla.kv_rank
-    activations = (scheduler.max_num_batched_tokens or 0) * widest * 2
-    logits = scheduler.num_seqs * spec.vocab_size * 12  # bf16, and fp32 where it is sampled
-    return (
-        2**30
-        + 2 * activations
-        + logits
-        + execution.graph_memory_bytes
-        + _draft_bytes(spec, execution.mtp, scheduler.num_seqs)
-        + _image_bytes(spec.vision, scheduler.encoder_budget)
-    )
-
-
-def _draft_bytes(spec: ModelSpec, depth: int, max_num_seqs: int) -> int:
-    """The logits of steps with drafts: in graphs and out of them a row for each draft, one more."""
-    return 2 * (depth + 1) * min(max_num_seqs, MAX_SIZE) * spec.vocab_size * 2 if depth else 0
-
-
-def _image_bytes(vision: VisionSpec | None, patches: int) -> int:
-    """The features of encoded images, and the activations of the largest one."""
-    if vision is None:
-        return 0
-    kept = STEPS * patches // vision.merge_size**2
-    features = kept * vision.num_features * vision.out_size
-    widest = 3 * vision.patch_dim + 8 * vision.hidden_size + vision.intermediate_size
-    return 2 * (features + _MOST_PATCHES * widest)
-
-
-def _num_blocks(
-    cache: CacheConfig, spec: ModelSpec, groups: KVGroups, device: str, reserve: int
-) -> int:
-    """Blocks that fit in the memory given, or in a share of what is free now.
-
-    Where layers slide each is a page of one group of layers, and a number that was asked for
-    counts blocks of all layers.
-    """
-    if cache.num_blocks is not None:
-        return cache.num_blocks * groups.sliding.pages_per_block
-    assert cache.block_size is not None
-    layer_bytes = spec.kv_bytes_per_token(KV_BYTES[cache.dtype]) // spec.num_layers
-    block_bytes = layer_bytes * groups.page_layers * cache.block_size
-    free = gpu_room(cache.gpu_share) if device == "cuda" else available_bytes()
-    budget = cache.memory_bytes
-    if budget is None:
-        share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
-        budget = int(max(0, free - reserve) * share)
-    elif budget > free:
-        raise ModelLoadError(
-            f"kv_cache_memory asks for {budget / 2**30:.1f} GiB, "
-            f"but {free / 2**30:.1f} GiB are free after loading the weights"
-        )
-    least = groups.sliding.pages_per_block * block_bytes
-    if budget < least:
-        raise ModelLoadError(
-            f"the KV cache gets {budget} bytes, but one block of {cache.block_size} tokens "
-            f"takes {least}: give it more with kv_cache_memory"
-            + (" or --gpu-memory-utilization" if cache.gpu_share else "")
-        )
-    return budget // block_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,6 +22,7 @@ from tokenmill.core.config import (
 from tokenmill.core.kv_groups import kept_positions
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
+from tokenmill.engine.drafts.open_drafts import check_drafts
 from tokenmill.engine.limits import (
     EXPECTED_TOKENS,
     MemoryRoom,
@@ -32,6 +32,8 @@ from tokenmill.engine.limits import (
     choose_least_shared,
     choose_num_seqs,
 )
+from tokenmill.engine.memory import KV_BYTES, gpu_room
+from tokenmill.engine.open_tiers import check_tiers
 from tokenmill.engine.ranks.group import check_gpus, ranks_per_gpu
 from tokenmill.kernels import MODE, cpu_kernels
 from tokenmill.layers.linear import ComputeType
@@ -40,9 +42,7 @@ from tokenmill.models.checkpoints.shards import plan_layout
 from tokenmill.models.checkpoints.weights import open_checkpoint
 from tokenmill.parallel import Ranks
 
-KV_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 KVType = Literal["fp32", "fp16", "bf16", "fp8"]
-_CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes beside torch's
 _MIN_CAPABILITY = {"bf16": (8, 0), "fp8": (8, 9)}  # of a GPU, by compute type
 
 
@@ -50,8 +50,8 @@ def resolve_setup(asked: Setup) -> Setup:
     """Make every choice that was left open, and refuse what does not go together."""
     model, cache, execution, parallel = asked.model, asked.cache, asked.execution, asked.parallel
     set_mode(execution)
-    _check_drafts(model, execution)
-    _check_offloading(asked)
+    check_drafts(model, execution)
+    check_tiers(asked)
     path = store.resolve(model.model)
     spec = open_checkpoint(path, random_weights=model.random_weights, seed=model.seed).spec
     size = parallel.num_ranks
@@ -101,25 +101,6 @@ def set_mode(execution: ExecutionConfig) -> None:
         raise ModelLoadError(str(error)) from None
 
 
-def _check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
-    """Refuse flags for drafts that are given without --mtp."""
-    if model.draft is not None and not execution.mtp:
-        raise ModelLoadError(f"--draft {model.draft} needs --mtp N, the tokens to draft in a step")
-
-
-def _check_offloading(asked: Setup) -> None:
-    """Refuse flags that leave --kv-offloading without a use."""
-    if asked.cache.offloading is None:
-        return
-    problem = None
-    if not asked.cache.prefix_cache:
-        problem = "the prefix cache: leave out --no-prefix-cache"
-    elif not asked.scheduler.chunked_prefill:
-        problem = "chunked prefill"
-    if problem:
-        raise ModelLoadError(f"--kv-offloading {asked.cache.offloading} needs {problem}")
-
-
 def _limits(setup: Setup, spec: ModelSpec, max_len: int) -> SchedulerConfig:
     """Choose the limits that depend on the device and the model."""
     scheduler, on_gpu = setup.scheduler, setup.model.device == "cuda"
@@ -166,17 +147,6 @@ def _room(setup: Setup, spec: ModelSpec, free: int, max_len: int) -> MemoryRoom:
 def open_device(device: str) -> None:
     """Create the context of a GPU, for which its first use would else wait."""
     torch.zeros(1, device=device)
-
-
-def gpu_room(share: float | None) -> int:
-    """Bytes that this process may still take of its GPU: what is free, within its share of it.
-
-    What others take meanwhile changes nothing in a share, so that they may start at once.
-    """
-    free, total = torch.cuda.mem_get_info()
-    if share is None:
-        return free
-    return max(0, min(free, int(share * total) - torch.cuda.memory_reserved() - _CONTEXT_BYTES))
 
 
 def _context_limit(spec: ModelSpec, model: ModelConfig) -> int:
@@ -260,14 +230,3 @@ def choose_dtype(device: str) -> ComputeType:
     if device == "cuda":
         return "bf16"
     return "int8" if cpu_kernels() else "fp32"
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: the machine's, or the container's if less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    free = fields["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free

@@ -14,7 +14,7 @@ from tokenmill.core.config import Setup
 from tokenmill.core.kv import parse_tiers
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
-from tokenmill.engine.choices import available_bytes
+from tokenmill.engine.memory import available_bytes
 from tokenmill.engine.ranks.shared_kv import GroupCalls
 from tokenmill.engine.ranks.shared_tiers import GroupCopies
 from tokenmill.kernels import cpu_kernels
@@ -29,6 +29,19 @@ _STAGED_SLOTS = 64  # blocks in host memory on their way to disk, where that is 
 _IMAGES = ("preprocessor_config.json",)  # what becomes of images before the model sees them
 _PACKAGE = Path(tokenmill.__file__).parent
 _COMPUTE = ("kernels", "layers", "models")  # packages by which keys and values are computed
+
+
+def check_tiers(asked: Setup) -> None:
+    """Refuse flags that leave --kv-offloading without a use."""
+    if asked.cache.offloading is None:
+        return
+    problem = None
+    if not asked.cache.prefix_cache:
+        problem = "the prefix cache: leave out --no-prefix-cache"
+    elif not asked.scheduler.chunked_prefill:
+        problem = "chunked prefill"
+    if problem:
+        raise ModelLoadError(f"--kv-offloading {asked.cache.offloading} needs {problem}")
 
 
 def open_tiers(

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class Mode:
-    """Switches of the whole process, set once by engine/build.py."""
+    """Switches of the whole process, set once by engine/choices.py."""
 
     fused: bool = True  # off: the torch references run everywhere
     batch_invariant: bool = False  # a row's result may not depend on the other rows of a batch

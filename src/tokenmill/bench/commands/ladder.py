@@ -196,8 +196,8 @@ def ladder(settings: Settings) -> None:
 def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
     """The device, and the features that can be switched on there."""
     from tokenmill.bench.ceiling import device_features
-    from tokenmill.engine.build import has_mtp
     from tokenmill.engine.choices import choose_device
+    from tokenmill.engine.drafts.open_drafts import has_mtp
 
     device = choose_device(model)
     return device, device_features(device) | ({"mtp"} if has_mtp(model, path) else set())

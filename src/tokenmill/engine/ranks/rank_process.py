@@ -13,14 +13,13 @@ from tokenmill.core.config import Setup
 from tokenmill.core.kv import parse_tiers
 from tokenmill.core.types import RanksLostError, TokenmillError
 from tokenmill.engine.build import (
-    LoadedPart,
     capture_graphs,
-    load_part,
     make_engine,
     make_rebalancer,
     make_runner,
     prepare_runner,
 )
+from tokenmill.engine.load import LoadedPart, load_part
 from tokenmill.engine.ranks.group import Inbox, call, join
 from tokenmill.engine.ranks.leader import OwnEngine
 from tokenmill.engine.ranks.rank_messages import (
