@@ -53,6 +53,23 @@ def test_results_in_parts_travel_in_one_piece(monkeypatch: pytest.MonkeyPatch) -
     assert back.dtype == torch.bfloat16 and torch.equal(back[sent.order], whole)
 
 
+def test_few_rows_are_padded_and_the_host_hears_of_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, x = RoutedExperts(3, "fp32", "cpu", ALONE), torch.randn(3, 8)
+    monkeypatch.setattr(torch.Tensor, "tolist", pytest.fail)
+    monkeypatch.setattr(torch.Tensor, "item", pytest.fail)
+    room = layer.room(5, 2)
+    sent = layer.dispatch(x, torch.tensor([[2, 1], [1, 2], [2, 0]]), room)
+    monkeypatch.undo()
+    assert room == 10 and sent.sent == sent.received == [10] and layer.room(4096, 8) is None
+    assert sent.slots.tolist() == [0, 1, 1, 2, 2, 2] + [0] * 4
+    assert sent.places is not None and torch.equal(
+        sent.rows.wait()[sent.places], x[sent.order // 2]
+    )
+    assert layer.num_rows.tolist() == [1, 2, 3]
+
+
 def test_copies_of_an_expert_take_turns_with_one_token_in_a_step() -> None:
     layer = RoutedExperts(2, "fp32", "cpu", Layout(num_slots=4))
     for _ in range(4):

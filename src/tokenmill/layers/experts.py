@@ -4,6 +4,9 @@ Experts lie in slots, equally many on each rank. An expert may lie in several sl
 rank then use its copies, which are the same to the last bit, in turns, on from step to step. A row
 is sent to its expert's rank and its result comes back; its sum runs at home, in the order of the
 router's choice, so the answer does not depend on where experts lie.
+
+Where all ranks know how many rows a step has and these are few, each rank sends every other one as
+many as it could: the host then need not wait to hear how many they are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ from tokenmill.kernels.moe import PackedExperts, apply_experts, dequantize_mxfp4
 from tokenmill.kernels.rows import Activation
 from tokenmill.layers.linear import ComputeType, Device, Tensors, activation_dtype
 from tokenmill.parallel import ALONE, Exchange, Layout
+
+# Rows of a step, each token's choices, up to which padding them costs less than a wait of the host
+# in each layer; not measured on GPUs.
+MOST_PADDED = 1024
 
 
 def first_placement(num_experts: int, layout: Layout) -> list[int]:
@@ -39,6 +46,7 @@ class Dispatched:
     received: list[int]  # rows from each rank
     slots: torch.Tensor  # int32 [rows]: the own slot that each received row is for
     rows: Exchange
+    places: torch.Tensor | None = None  # of sent rows among others that pad them
 
 
 class RoutedExperts:
@@ -112,14 +120,49 @@ class RoutedExperts:
                 weight = dequantize_mxfp4(*own, torch.float32)
                 target.put(slot, pack(weight, self._dtype, self._device))
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        """Start to send x[t, k] to the ranks of its experts ids[t, top_k]."""
-        ranks, top_k = self.layout.ranks, ids.shape[1]
+    def room(self, num_tokens: int, top_k: int) -> int | None:
+        """Rows that one rank sends another at most in a step of so many tokens; None: many."""
+        few = num_tokens * top_k <= MOST_PADDED
+        return -(-num_tokens // self.layout.ranks.size) * top_k if few else None
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, room: int | None = None) -> Dispatched:
+        """Start to send x[t, k] to the ranks of its experts ids[t, top_k].
+
+        With `room` each rank sends every other one so many rows, most of which stand for nothing.
+        """
         chosen = ids.long()
         turns = torch.arange(self._turn, self._turn + ids.shape[0], device=ids.device)
         self._turn += ids.shape[0]
         slots = self._slots[chosen, turns[:, None] % self._num_copies[chosen]].flatten()
         order = slots.argsort(stable=True)
+        if room is not None:
+            return self._send_padded(x[order // ids.shape[1]], slots[order], order, room)
+        return self._send_counted(x, slots, order, ids.shape[1])
+
+    def _send_padded(
+        self, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, room: int
+    ) -> Dispatched:
+        """Send rows, sorted by their slots, in as much room to every rank."""
+        ranks, num_own, device = self.layout.ranks, len(self.own), x.device
+        equal, to = [room] * ranks.size, slots // num_own
+        counts = torch.zeros(ranks.size, dtype=torch.int64, device=device)
+        counts.index_add_(0, to, torch.ones_like(to))
+        begins = counts.cumsum(0) - counts
+        places = torch.arange(len(slots), device=device) - begins[to] + to * room
+        rows = x.new_ones(ranks.size * room, x.shape[1])
+        named = torch.full((len(rows),), -1, dtype=torch.int64, device=device)
+        rows[places], named[places] = x, slots % num_own
+        sent = ranks.exchange(rows, equal, equal)
+        named = ranks.exchange(named, equal, equal).wait()
+        own = named.clamp(min=0)
+        self.num_rows.index_add_(0, own, (named >= 0).long())
+        return Dispatched(order, equal, equal, own.int(), sent, places)
+
+    def _send_counted(
+        self, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, top_k: int
+    ) -> Dispatched:
+        """Send as many rows as there are to each rank; it hears how many before."""
+        ranks, device = self.layout.ranks, x.device
         counts = torch.bincount(slots, minlength=len(self.placement))
         equal = [len(self.own)] * ranks.size
         incoming = ranks.exchange(counts, equal, equal).wait()  # [rank, own slot]
@@ -127,7 +170,7 @@ class RoutedExperts:
         sizes = torch.stack([counts, incoming]).unflatten(1, (ranks.size, -1)).sum(2)
         sent, received = sizes.tolist()  # the host has to know how much memory to give
         rows = ranks.exchange(x[order // top_k], sent, received)
-        own = torch.arange(len(self.own), dtype=torch.int32, device=ids.device).repeat(ranks.size)
+        own = torch.arange(len(self.own), dtype=torch.int32, device=device).repeat(ranks.size)
         of_row = own.repeat_interleave(incoming, output_size=sum(received))
         return Dispatched(order, sent, received, of_row, rows)
 
@@ -138,6 +181,8 @@ class RoutedExperts:
         if rows.dim() == 3:  # in parts, which ranks with more rows do not have
             rows = reduce(torch.add, rows).to(x.dtype)
         back = self.layout.ranks.exchange(rows, sent.received, sent.sent).wait()
+        if sent.places is not None:
+            back = back[sent.places]
         results = torch.empty_like(back)
         results[sent.order] = back
         return results

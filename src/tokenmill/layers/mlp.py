@@ -88,28 +88,28 @@ class MoE:
             do = self._add_own if layout.own_tokens else self._add_shared
             layout.ranks.together(partial(do, eps=stream.eps), stream.complete())
 
-    def _add_own(self, x: torch.Tensor, eps: float) -> None:
+    def _add_own(self, x: torch.Tensor, eps: float, room: int | None = None) -> None:
         """Add the experts' results to this rank's rows."""
         stream = Residual(x, eps)
-        self._add(stream)
+        self._add(stream, room)
         stream.complete()
 
     def _add_shared(self, x: torch.Tensor, eps: float) -> None:
         """The same for rows that every rank has; each takes a share of them."""
         ranks = self.experts.layout.ranks
-        part = x[ranks.own(x.shape[0])]
+        part, room = x[ranks.own(x.shape[0])], self.experts.room(x.shape[0], self.routing.top_k)
         if part.shape[0]:
-            self._add_own(part, eps)
+            self._add_own(part, eps, room)
         else:
-            self.assist()
+            self.assist(room)
         ranks.join(x)
 
-    def _add(self, stream: Residual) -> None:
+    def _add(self, stream: Residual, room: int | None = None) -> None:
         """The shared expert runs while rows travel."""
         x, experts = stream.normed(self.norm), self.experts
         logits = router_logits(x, self.router.weight)
         ids, weights = route(logits, self.bias, self.routing, self.router.bias)
-        sent = experts.dispatch(x, ids) if experts.layout.ranks.size > 1 else None
+        sent = experts.dispatch(x, ids, room) if experts.layout.ranks.size > 1 else None
         if self.shared is not None:
             gate_up, down = self.shared
             stream.add(down, act_and_mul(gate_up(x), down.rounding))
@@ -119,11 +119,11 @@ class MoE:
             results = experts.combine(sent, self.activation)
         add_choices(results, weights, stream.x)
 
-    def assist(self) -> None:
+    def assist(self, room: int | None = None) -> None:
         """Compute for other ranks, with no rows of its own."""
         x = self.norm.new_empty(0, self.norm.shape[0])
         ids = torch.empty(0, self.routing.top_k, dtype=torch.int32, device=x.device)
-        self.experts.combine(self.experts.dispatch(x, ids), self.activation)
+        self.experts.combine(self.experts.dispatch(x, ids, room), self.activation)
 
     @property
     def num_bytes(self) -> int:

@@ -53,7 +53,7 @@ class GroupLink:
 
 
 @dataclass(slots=True)
-class OpenCall:
+class PendingCall:
     """Something that the other ranks do."""
 
     missing: int  # answers
@@ -65,22 +65,22 @@ class GroupCalls:
 
     def __init__(self, group: RankGroup) -> None:
         self.group, self._last, self.num_ranks = group, 0, group.size - 1
-        self._open: dict[int, OpenCall] = {}
+        self._open: dict[int, PendingCall] = {}
 
-    def start(self, messages: Sequence[KVCall | TierCall]) -> OpenCall:
+    def start(self, messages: Sequence[KVCall | TierCall]) -> PendingCall:
         """Give each other rank a message of its own."""
         self._last += 1
-        call = self._open[self._last] = OpenCall(len(messages))
+        call = self._open[self._last] = PendingCall(len(messages))
         self.group.tell_each(
             [msgspec.structs.replace(message, number=self._last) for message in messages]
         )
         return call
 
-    def start_all(self, message: KVCall | TierCall) -> OpenCall:
+    def start_all(self, message: KVCall | TierCall) -> PendingCall:
         """Give the other ranks the same message."""
         return self.start([message] * self.num_ranks)
 
-    def over(self, call: OpenCall, wait: bool = False) -> bool:
+    def over(self, call: PendingCall, wait: bool = False) -> bool:
         """True once all ranks have answered."""
         while call.missing:
             answers = self.group.take(wait)
@@ -103,7 +103,7 @@ class GroupCalls:
 class GroupRead:
     """A read of all ranks."""
 
-    def __init__(self, own: Future[None], others: OpenCall, calls: GroupCalls) -> None:
+    def __init__(self, own: Future[None], others: PendingCall, calls: GroupCalls) -> None:
         self._own, self._others, self._calls = own, others, calls
 
     def done(self) -> bool:

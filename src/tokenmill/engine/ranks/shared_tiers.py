@@ -14,7 +14,7 @@ from hashlib import blake2b
 from tokenmill.core.kv import TierSizes
 from tokenmill.engine.model import KVCache
 from tokenmill.engine.ranks.rank_messages import OpenTiers, RankMessage, TierCall
-from tokenmill.engine.ranks.shared_kv import GroupCalls, OpenCall, RankAnswers
+from tokenmill.engine.ranks.shared_kv import GroupCalls, PendingCall, RankAnswers
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.host_tier import Slots
 from tokenmill.kv.tiers.offloading import DiskUse, use_disk
@@ -29,7 +29,7 @@ _NUM_THREADS = 4  # of the disk, and of loads that are waited for
 class GroupWork:
     """What all ranks do with some pages; as a Read, or as the result of a disk's action."""
 
-    def __init__(self, own: Read, others: OpenCall, calls: GroupCalls) -> None:
+    def __init__(self, own: Read, others: PendingCall, calls: GroupCalls) -> None:
         self._own, self._others, self._calls = own, others, calls
 
     def done(self) -> bool:
