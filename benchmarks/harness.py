@@ -23,7 +23,7 @@ from tokenmill import console
 from tokenmill.bench.child_process import run_benchmark
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import Setting, Settings, SettingsError, read_value
-from tokenmill.settings.help_text import help_of
+from tokenmill.settings.options import help_of
 from tokenmill.settings.setting import settings_of
 
 ROOT = Path(__file__).parents[1]

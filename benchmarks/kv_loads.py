@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
-from tokenmill.core.mooncake import TraceError, TraceRequest, read_trace
+from tokenmill.bench.results.mooncake import TraceError, TraceRequest, read_trace
 
 FIRST_TOKEN = 3  # below it are those that begin and end texts
 

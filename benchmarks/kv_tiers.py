@@ -14,10 +14,10 @@ from benchmarks.harness import Benchmark, Report
 from benchmarks.kv_loads import Asked, Conversations, Load, trace_load
 from tokenmill import console
 from tokenmill.bench.commands.throughput import model_path
+from tokenmill.bench.results.mooncake import TRACE_BLOCK_TOKENS
 from tokenmill.core.config import Setup
 from tokenmill.core.flags import count, number, setting
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, TokenmillError
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import choose_device, resolve_setup

@@ -16,10 +16,10 @@ from typing import Any, get_args
 
 from benchmarks.harness import Benchmark, Report
 from tokenmill import console
+from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.config import RouterConfig, RouterPolicy
 from tokenmill.core.flags import DURATION_MS, count, setting
 from tokenmill.core.metrics import percentile
-from tokenmill.core.mooncake import TraceRequest
 from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)

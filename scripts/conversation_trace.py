@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS
+from tokenmill.bench.results.mooncake import TRACE_BLOCK_TOKENS
 
 FILE = Path(__file__).parent.parent / "recipes" / "conversation-trace.jsonl"
 NUM_CONVERSATIONS = 64

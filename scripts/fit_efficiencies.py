@@ -4,14 +4,14 @@
     python scripts/fit_efficiencies.py 2026-11-16 tokenmill   # only those of our own runs: seconds
 
 What it fits on and what it holds to be plausible before stands in
-src/tokenmill/plan/fit/fit_sources.py.
+src/tokenmill/plan/fit/calibration.py.
 """
 
 from __future__ import annotations
 
 import sys
 
-from tokenmill.plan.fit.fit_sources import PRIORS, refit
+from tokenmill.plan.fit.calibration import PRIORS, refit
 from tokenmill.plan.predict.efficiencies import TABLE, load_fits, write_fits
 
 NOTE = """Written by scripts/fit_efficiencies.py. Shares are of the peaks in hardware.toml, of the

@@ -22,7 +22,7 @@ from tokenmill.cli.chat import local_chat as local
 from tokenmill.cli.process_app import MODULES, process_app
 from tokenmill.core.config import PoolConfig
 from tokenmill.settings import CACHE, SAMPLING, SERVER, Settings, defaults_of, only
-from tokenmill.settings.help_text import shown_default
+from tokenmill.settings.options import shown_default
 
 ROLES = ("--prefill", "1", "--decode", "1")
 ENGINE = defaults_of(serve.WORKER_SETTINGS)

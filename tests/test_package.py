@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tokenmill.__main__ import run
+from tokenmill.bench.results.mooncake import read_trace
 from tokenmill.core import installation
 from tokenmill.core.installation import recipes_folder, with_recipes
-from tokenmill.core.mooncake import read_trace
 
 ROOT = Path(__file__).parents[1]
 LISTED = "git", "ls-files", "--cached", "--others", "--exclude-standard"

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.specs.vision import VisionSpec
 from tokenmill.core.types import Request, StepResult
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.sampling.sampler import forced_token, state_of

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from api.sim import MAX_MODEL_LEN, MODEL, NUM_BLOCKS, server_argv, worker_argv
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.keys.run_folder import find_own_server
-from tokenmill.core.vision_config import VisionConfig
 
 GENEROUS_S = 180.0
 KIND = "Content-Type: application/json\r\n"  # in the head of a POST

@@ -36,7 +36,7 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.prepare import Preparer
 from tokenmill.api.server import ServerError
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.vision_config import VisionConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.text.detokenize import Detokenizer
 from tokenmill.text.tokenizer import load_tokenizer
 from tokenmill.vision.loader import ImageLoader

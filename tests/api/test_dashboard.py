@@ -23,7 +23,7 @@ from tokenmill.api.telemetry.dashboard import FILES, HEADERS
 from tokenmill.api.telemetry.dashboard_view import NUM_SAMPLES, DashboardView, History
 from tokenmill.api.telemetry.prometheus import Recent
 from tokenmill.core.config import PoolConfig, ServerConfig
-from tokenmill.core.vision_config import VisionConfig
+from tokenmill.core.images import VisionConfig
 from vision.pictures import file_of, photo
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>"

@@ -31,8 +31,8 @@ from tokenmill.bench.client.synthetic_images import synthetic_image
 from tokenmill.cli.chat.chat_images import ImagePrompts
 from tokenmill.cli.worker_commands import _images
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision import processor
 from vision.pictures import data_url, empty_png, file_of, gif, mutated, photo, seeds
 

@@ -11,7 +11,7 @@ from api.sim import MAX_MODEL_LEN, MODEL
 from api.sim_server import Answer, Json, SimServer, sim_server
 from noisy_calls import CHAT, Crowd, Noise, noises
 from tokenmill.core.config import SchedulerConfig, ServerConfig
-from tokenmill.core.vision_config import VisionConfig
+from tokenmill.core.images import VisionConfig
 
 VICTIM, NOISY = {"authorization": "Bearer victim"}, "noisy"
 NUM_BLOCKS = 1200  # of 16 tokens: enough for what runs, and some dozens of prompts fill it

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenmill.bench.results.intervals import summarize_with_intervals
 from tokenmill.core.metrics import (
     PERCENTS,
     RequestTimes,
@@ -12,7 +13,6 @@ from tokenmill.core.metrics import (
     min_values,
     percentile,
     summarize,
-    summarize_with_intervals,
     tok_s_user,
     too_few_for,
 )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scheduler_integrity import check_scheduler
+from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.config import PoolConfig
-from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, StepResult
 from tokenmill.plan.cluster.cluster import ClusterConfig, StepLimits, expert_factor
 from tokenmill.plan.cluster.faults import FaultEvent

@@ -24,8 +24,8 @@ from benchmarks.loads import (
     Run,
     compare,
 )
+from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.config import RouterConfig
-from tokenmill.core.mooncake import TraceRequest
 from tokenmill.plan.replay import Replay, ReplayConfig
 
 WORSE = 1.05  # than the best other policy

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tokenmill.__main__ import run
+from tokenmill.bench.results.mooncake import TraceError, TraceRequest, read_trace
 from tokenmill.core.config import RouterConfig
-from tokenmill.core.mooncake import TraceError, TraceRequest, read_trace
 from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
 
 TIMING = StepTiming(prefill=(0.0, 1.0, 10.0), decode=(0.0, 0.0, 5.0))

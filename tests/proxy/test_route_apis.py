@@ -22,7 +22,7 @@ from api.sim_server import SimServer, sim_server, wait_until
 from api.video_app import in_loop, video_app
 from proxy.route_server import MODEL, Handler, Scripted, router_process
 from tokenmill.core.config import PoolConfig, RouteConfig, RouterConfig, ServerConfig
-from tokenmill.core.vision_config import VisionConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.proxy.call_prompt import read_prompt
 from tokenmill.proxy.forwarding import stored_in
 from tokenmill.proxy.response_owners import ResponseOwners

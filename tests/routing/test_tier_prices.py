@@ -21,8 +21,8 @@ from tokenmill.core.kv_events import (
     unpack_events,
 )
 from tokenmill.kv.tiers.tier_rates import token_ms
+from tokenmill.routing.prices import tier_price
 from tokenmill.routing.router import Router
-from tokenmill.routing.tier_prices import tier_price
 from tokenmill.sched.cache.blocks import block_hashes, hash_chain
 
 PROMPT = list(range(161))

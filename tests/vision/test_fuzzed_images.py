@@ -10,8 +10,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.types import ImageError
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
 from vision.pictures import data_url, mutated, seeds

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tokenmill.core.images import ImageInput
+from tokenmill.core.images import ImageInput, VisionConfig
 from tokenmill.core.types import ImageError
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.image_maker import ImageMaker
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import ImageProcessor, PixelLimits

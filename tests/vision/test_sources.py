@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.types import ImageError, TokenmillError
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision import image_maker
 from tokenmill.vision.addresses import AllowedHosts, is_public
 from tokenmill.vision.image_files import decode, open_image

@@ -23,8 +23,8 @@ from api.sim_server import SimServer, sim_server, wait_until
 from api.streams import GENEROUS_S, Spawner, read
 from open_ports import descendants, elsewhere
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.keys.key_ring import KeyRing
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement, FrontLoad, LoadReport
 from tokenmill.routing.router import Router
 from tokenmill.workers.fronts import owner as owner_module

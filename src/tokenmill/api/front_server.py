@@ -39,8 +39,8 @@ from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.api.telemetry.tracing import open_tracing
 from tokenmill.core.config import PoolConfig, RouterConfig, ServerConfig
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.types import TokenmillError
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.engine_events.publisher import open_publisher
 from tokenmill.http_connection import raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer

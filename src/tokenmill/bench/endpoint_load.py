@@ -10,9 +10,9 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.options import BenchConfig, EndpointConfig
+from tokenmill.bench.results.mooncake import read_trace
 from tokenmill.bench.results.reports import PromptsReport
 from tokenmill.bench.workload import BenchError, make_cells
-from tokenmill.core.mooncake import read_trace
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ from tokenmill.core.config import (
 )
 from tokenmill.core.flags import setting
 from tokenmill.core.gpus import check_device, visible_gpus
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.kv import SHM, choose_connectors
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings import (
     CACHE,
     EXECUTION,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
 
@@ -129,19 +129,6 @@ class Slo:
         values = (times.ttft_ms, times.tpot_ms or 0.0, times.e2e_ms)
         limits = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
         return all(m is None or v <= m for v, m in zip(values, limits, strict=True))
-
-
-def summarize_with_intervals(values: Iterable[float | None], min_batch: int = 1) -> dict[str, Any]:
-    """`summarize`, and the 95 % intervals of mean and percentiles where there are any."""
-    from tokenmill.core.intervals import interval_95  # needs numpy, which --help does without
-
-    present = [v for v in values if v is not None]
-    intervals = {
-        name: interval_95(present, percent, min_batch)
-        for name, percent in (("mean", None), ("p50", 50.0), ("p90", 90.0), ("p99", 99.0))
-    }
-    known = {name: list(bounds) for name, bounds in intervals.items() if bounds}
-    return summarize(present) | ({"ci95": known} if known else {})
 
 
 class Acceptance(TypedDict):

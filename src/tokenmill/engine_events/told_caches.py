@@ -14,8 +14,8 @@ from tokenmill.core.kv_events import Event, Stored
 from tokenmill.engine_events.engine_blocks import EngineBlocks
 from tokenmill.engine_events.wire import EngineBatch
 from tokenmill.routing.kv_index import KVIndex
+from tokenmill.routing.prices import cached_tokens, tier_price
 from tokenmill.routing.router import Basis
-from tokenmill.routing.tier_prices import cached_tokens, tier_price
 from tokenmill.sched.cache.blocks import U64, hash_chain
 
 BASES: tuple[Basis, ...] = get_args(Basis)

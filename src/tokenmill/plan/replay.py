@@ -14,10 +14,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.config import RouterConfig, SchedulerConfig
 from tokenmill.core.kv_events import EventBatch, EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
-from tokenmill.core.mooncake import TraceRequest
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.engine_events.engine_blocks import salt_of
 from tokenmill.engine_events.publisher import engine_event

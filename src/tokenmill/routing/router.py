@@ -38,9 +38,8 @@ from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.load_report import Announcement, LoadReport, shared_tokens
 from tokenmill.routing.other_fronts import OtherFronts
 from tokenmill.routing.policies import POLICIES, RoutingChoice
-from tokenmill.routing.prices import IDLE, Line, Prices, WorkerLoad
+from tokenmill.routing.prices import IDLE, Line, Prices, WorkerLoad, cached_tokens, tier_price
 from tokenmill.routing.step_rates import PRIOR, StepRates
-from tokenmill.routing.tier_prices import cached_tokens, tier_price
 from tokenmill.sched.cache.blocks import U64, hash_chain
 
 OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended

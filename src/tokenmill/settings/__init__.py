@@ -27,11 +27,11 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.flags import IMAGE_SIZE, split_list
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.installation import with_recipes
 from tokenmill.core.types import SamplingParams
 from tokenmill.core.video import VideoParams
 from tokenmill.core.video_parallel import VideoParallel
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.settings.removed import what_is_so_now
 from tokenmill.settings.setting import Panel as Panel
 from tokenmill.settings.setting import Setting as Setting

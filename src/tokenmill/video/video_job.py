@@ -14,8 +14,7 @@ from pickle import UnpicklingError
 
 import torch
 
-from tokenmill.core.specs.wan import WanSpec
-from tokenmill.core.specs.wan_checks import check_video
+from tokenmill.core.specs.wan import WanSpec, check_video
 from tokenmill.core.types import InvalidRequestError, Request
 from tokenmill.core.video import Video, VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks

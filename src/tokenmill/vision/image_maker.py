@@ -10,9 +10,9 @@ import struct
 
 from tokenmill.core.images import ImageInput
 from tokenmill.core.types import ImageError
-from tokenmill.core.work_process import Allowance, WorkEndedError, WorkProcesses
 from tokenmill.vision.image_headers import checked_size
 from tokenmill.vision.processor import ImageProcessor, PixelLimits
+from tokenmill.vision.work_process import Allowance, WorkEndedError, WorkProcesses
 
 DECODE_S = 60.0  # 64 million pixels of WebP take 3 s
 BASE_BYTES = 2**28  # Pillow and numpy, the file, and the patches of a small image

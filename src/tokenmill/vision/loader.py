@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
 
-from tokenmill.core.images import ImageInput, LoaderStats
-from tokenmill.core.vision_config import VisionConfig
+from tokenmill.core.images import ImageInput, LoaderStats, VisionConfig
 from tokenmill.vision.fetching import Boundless, FetchRoom
 from tokenmill.vision.image_maker import ImageMaker
 from tokenmill.vision.processor import ImageProcessor, PixelLimits

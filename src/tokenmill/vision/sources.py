@@ -9,8 +9,8 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.types import ImageError, TokenmillError
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.vision.addresses import AllowedHosts
 from tokenmill.vision.fetching import Boundless, FetchRoom, fetch, too_large
 

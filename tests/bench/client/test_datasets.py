@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tokenmill.bench.client.datasets import Session, Synthetic, Trace, read_prompts, words
+from tokenmill.bench.results.mooncake import TraceError, read_trace
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.mooncake import TraceError, read_trace
 
 
 def content(session: Session, turn: int = 0) -> str:

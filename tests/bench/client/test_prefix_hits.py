@@ -31,7 +31,7 @@ from tokenmill.bench.client.prefix_hits import (
     prefix_hits,
 )
 from tokenmill.bench.client.records import LoadRecord
-from tokenmill.core.mooncake import TraceRequest
+from tokenmill.bench.results.mooncake import TraceRequest
 
 pytestmark = pytest.mark.usefixtures("clean_folder")
 SYSTEM = "You are a helpful assistant that answers in one short sentence and never asks back. " * 3

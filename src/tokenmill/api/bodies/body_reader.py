@@ -33,8 +33,7 @@ from tokenmill.api.protocol.decoding import IgnoredFields
 from tokenmill.api.protocol.prepare import PreparedCall, Preparer
 from tokenmill.api.stream import ApiState, Format, GenerationResponse
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.images import ImageInput
-from tokenmill.core.vision_config import VisionConfig
+from tokenmill.core.images import ImageInput, VisionConfig
 from tokenmill.text.tokenizer import Tokenizer, TokenizerOrigin, load_tokenizer
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.vision.processor import ImageProcessor

@@ -13,7 +13,7 @@ from tokenmill.api.protocol.requests import (
     StructuredOutputs,
     TextRequest,
 )
-from tokenmill.core.schemas.json_schema import check_depth, check_schema, enforceable, parse_json
+from tokenmill.core.json_schema import check_depth, check_schema, enforceable, parse_json
 from tokenmill.core.types import InvalidRequestError, StructuredOutput
 
 _LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)

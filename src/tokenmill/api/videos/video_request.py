@@ -12,8 +12,7 @@ from msgspec import Meta
 
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.requests import INT64_MAX, Schema, unsupported
-from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
-from tokenmill.core.specs.wan_checks import check_video
+from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec, check_video
 from tokenmill.core.types import Request
 from tokenmill.core.video import (
     NEGATIVE_PROMPT,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from tokenmill.bench.client.synthetic_images import given_images, synthetic_image
+from tokenmill.bench.results.mooncake import TRACE_BLOCK_TOKENS, TraceRequest
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.mooncake import TRACE_BLOCK_TOKENS, TraceRequest
 
 Message = dict[str, Any]
 

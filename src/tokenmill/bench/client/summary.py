@@ -11,6 +11,7 @@ from typing import Any
 from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.connections import CANCELLED
 from tokenmill.bench.client.records import LoadRecord
+from tokenmill.bench.results.intervals import interval_95, summarize_with_intervals
 from tokenmill.bench.results.reports import (
     GoodputReport,
     Occurrence,
@@ -19,13 +20,11 @@ from tokenmill.bench.results.reports import (
     TooFew,
 )
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.intervals import interval_95
 from tokenmill.core.metrics import (
     NS_PER_MS,
     RequestTimes,
     Slo,
     summarize,
-    summarize_with_intervals,
     tok_s_user,
     too_few_for,
     usd_per_million_tokens,

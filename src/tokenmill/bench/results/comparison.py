@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenmill.bench.results.intervals import CONFIDENCE, Estimate, ratio_interval
 from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
 from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.intervals import CONFIDENCE, Estimate, ratio_interval
 from tokenmill.core.metrics import usd_per_million_tokens
 
 BETTER, WORSE, NOISE, MIXED = "better", "worse", "within noise", "mixed"

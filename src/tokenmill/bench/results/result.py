@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.core.intervals import Estimate, from_interval, from_runs, from_samples
+from tokenmill.bench.results.intervals import Estimate, from_interval, from_runs, from_samples
 
 Json = Mapping[str, Any]
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.images import ImageInput, ImageSpan, VisionConfig
 from tokenmill.core.types import ImageError, LargeImageError, TokenmillError
-from tokenmill.core.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     from tokenmill.text.tokenizer import Tokenizer

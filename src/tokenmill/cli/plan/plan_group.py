@@ -25,7 +25,7 @@ from tokenmill.settings.options import command
 from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
-    from tokenmill.core.mooncake import TraceRequest
+    from tokenmill.bench.results.mooncake import TraceRequest
     from tokenmill.plan.replay import ReplayConfig
 
 WHAT_IF = {"block-size": 64, "max-num-batched-tokens": 8192, "max-num-seqs": 256}
@@ -88,7 +88,7 @@ def replay(settings: Settings) -> None:
 
     tokenmill plan replay --record FILE --max-num-seqs 64
     """
-    from tokenmill.core.mooncake import read_trace
+    from tokenmill.bench.results.mooncake import read_trace
     from tokenmill.plan.replay import Replay, ReplayConfig, StepTiming
 
     path = settings.get("trace")

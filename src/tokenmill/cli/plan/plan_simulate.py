@@ -28,7 +28,7 @@ from tokenmill.settings import Settings, SettingsError
 from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
-    from tokenmill.core.mooncake import TraceRequest
+    from tokenmill.bench.results.mooncake import TraceRequest
     from tokenmill.core.specs.spec import ModelSpec
     from tokenmill.plan.cluster.cluster import ClusterConfig
     from tokenmill.plan.cluster.faults import FaultEvent
@@ -170,7 +170,7 @@ def _question(settings: Settings) -> Question | None:
 
 
 def _trace(settings: Settings) -> tuple[TraceRequest, ...]:
-    from tokenmill.core.mooncake import read_trace
+    from tokenmill.bench.results.mooncake import read_trace
 
     if not settings.get("trace"):
         return ()

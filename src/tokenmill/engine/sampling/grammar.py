@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.core.schemas.json_schema import check_schema, parse_json, patterns
+from tokenmill.core.json_schema import check_schema, parse_json, patterns
 from tokenmill.core.types import GrammarVocab, InvalidRequestError, StructuredOutput
 from tokenmill.engine.sampling.free_text import AnyText, Branches, GrammarError, Source
 from tokenmill.engine.sampling.sampler import Bitmask, allowed_ids

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenmill.core.mooncake import TraceRequest
+from tokenmill.bench.results.mooncake import TraceRequest
 
 Pairs = Sequence[tuple[int, int]]  # (input, output) tokens
 

@@ -7,7 +7,7 @@ from typing import Any
 from tokenmill.core.metrics import percentile
 from tokenmill.plan.cluster.cluster import ClusterConfig, expert_factor
 from tokenmill.plan.cluster.layout import PREFILL, WorkerPlace
-from tokenmill.plan.cluster.outcome import SimulationOutcome
+from tokenmill.plan.cluster.requests import SimulationOutcome
 from tokenmill.plan.cluster.simulation import START_NS, Simulation
 from tokenmill.plan.cluster.worker import Worker
 

@@ -4,26 +4,61 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from tokenmill.core.kv import PREFILLED, KVNotice
-from tokenmill.core.metrics import NS_PER_MS, RequestTimes
+from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.types import FinishReason, Request, RequestOutput
 from tokenmill.plan.cluster.cluster import ClusterConfig
-from tokenmill.plan.cluster.entry import SimulatedHandover, SimulatedRequest
 from tokenmill.plan.cluster.faults import FaultEvent
 from tokenmill.plan.cluster.layout import DECODE, PREFILL
 from tokenmill.plan.cluster.load import Arriving, SimulatedLoad
-from tokenmill.plan.cluster.network import Network
-from tokenmill.plan.cluster.outcome import SimulationOutcome
+from tokenmill.plan.cluster.requests import SimulatedHandover, SimulatedRequest, SimulationOutcome
 from tokenmill.plan.cluster.worker import Worker
+from tokenmill.plan.hardware import Accelerator
 from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.attention_dp import assign
 from tokenmill.routing.disaggregation import place_prefill
 from tokenmill.routing.router import Router
 from tokenmill.routing.step_rates import fit_rates
 from tokenmill.routing.suspects import Suspects
+
+
+@dataclass(slots=True)
+class Moved:
+    """What went one kind of way."""
+
+    num_bytes: float = 0.0
+    times_ms: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "transfers": len(self.times_ms),
+            "gigabytes": round(self.num_bytes / 1e9, 3),
+            "ms": summarize(self.times_ms, 3),
+        }
+
+
+class Network:
+    """The rate of a GPU's links and of its network, one transfer at a time, and a latency."""
+
+    def __init__(self, gpu: Accelerator, bytes_per_token: float, latency_s: float) -> None:
+        self._gpu, self._bytes_per_token, self._latency_s = gpu, bytes_per_token, latency_s
+        self.inside, self.between = Moved(), Moved()
+
+    def transfer_s(self, source: Worker, target: Worker, num_tokens: int) -> float:
+        """Seconds until the KV of so many tokens is there; counted."""
+        is_inside = bool(set(source.place.racks) & set(target.place.racks))
+        gpu, moved = self._gpu, self.inside if is_inside else self.between
+        rate = gpu.link_bytes_per_s if is_inside else gpu.network_bytes_per_s
+        num_bytes = num_tokens * self._bytes_per_token
+        seconds = num_bytes / rate + self._latency_s
+        moved.num_bytes += num_bytes
+        moved.times_ms.append(seconds * 1e3)
+        return seconds
+
 
 START_NS = NS_PER_MS  # RequestTimes reads 0 as "not yet"
 REPORT_NS = 10**8  # workers report their steps as often
@@ -43,7 +78,7 @@ class Simulation:
         router = config.router_config()
         self._main, self._prefill = Router(router), Router(router)
         self._late = {h.worker for h in faults if h.kind == "start"}
-        self._happenings = faults
+        self._faults = faults
         for worker in self.workers.values():
             if worker.name in self._late:
                 worker.alive = False
@@ -69,7 +104,7 @@ class Simulation:
         gc.disable()  # no cycles are made here, and looking for them would walk all requests
         try:
             self._fill()
-            self._plan_happenings()
+            self._plan_faults()
             self._next_arrival(self._arrivals)
             for name in self.workers:
                 self._start(name, START_NS)
@@ -341,11 +376,11 @@ class Simulation:
 
     # Workers come and go.
 
-    def _plan_happenings(self) -> None:
-        for happening in self._happenings:
-            action = self._fail if happening.kind == "fail" else self._begin_start
-            at_ns = START_NS + round(happening.after_s * SECOND)
-            self._time.at(at_ns, "", partial(action, happening.worker))
+    def _plan_faults(self) -> None:
+        for fault in self._faults:
+            action = self._fail if fault.kind == "fail" else self._begin_start
+            at_ns = START_NS + round(fault.after_s * SECOND)
+            self._time.at(at_ns, "", partial(action, fault.worker))
 
     def _fail(self, name: str, now_ns: int) -> None:
         """A worker dies: what it had goes on elsewhere, and it is started again."""

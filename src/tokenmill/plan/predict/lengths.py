@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from tokenmill.core.mooncake import TraceRequest
+from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.specs.spec import ModelSpec
 
 REPRESENTATIVES = 512

@@ -26,9 +26,9 @@ from tokenmill.core.config import (
     RouterPolicy,
     ServerConfig,
 )
+from tokenmill.core.images import VisionConfig
 from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.core.types import EngineStats
-from tokenmill.core.vision_config import VisionConfig
 from tokenmill.routing.load_report import Announcement
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.report import FrontReport

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from core import works
-from tokenmill.core.work_process import Allowance, WorkEndedError, WorkProcesses
+from tokenmill.vision.work_process import Allowance, WorkEndedError, WorkProcesses
+from vision import works
 
 ALLOWED = Allowance(100.0, 2**26)
 
@@ -87,8 +87,8 @@ def test_busy_processes_end_with_the_others() -> None:
 
 SCRIPT = """
 import pickle
-from core import works
-from tokenmill.core.work_process import Allowance, WorkProcess, _write
+from vision import works
+from tokenmill.vision.work_process import Allowance, WorkProcess, _write
 process = WorkProcess(0)  # without a guard: the script must not run again
 print("pid", process.run(Allowance(100.0, 2**26), works.process_id, b"")[0].decode(), flush=True)
 _write(process._process.stdin, [pickle.dumps((Allowance(100.0, 2**26), works.hang, ())), b""])

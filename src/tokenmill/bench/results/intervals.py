@@ -14,12 +14,15 @@ An `Estimate` carries the variance of its logarithm, so that a ratio of two is a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
+
+from tokenmill.core.metrics import summarize
 
 CONFIDENCE = 0.95
 MIN_VALUES = 40
@@ -255,3 +258,14 @@ def ratio_interval(
     half = t_quantile((1 + confidence) / 2, variance**2 / shares) * math.sqrt(variance)
     half = min(half, WIDEST)
     return ratio * math.exp(-half), ratio * math.exp(half)
+
+
+def summarize_with_intervals(values: Iterable[float | None], min_batch: int = 1) -> dict[str, Any]:
+    """`summarize`, and the 95 % intervals of mean and percentiles where there are any."""
+    present = [v for v in values if v is not None]
+    intervals = {
+        name: interval_95(present, percent, min_batch)
+        for name, percent in (("mean", None), ("p50", 50.0), ("p90", 90.0), ("p99", 99.0))
+    }
+    known = {name: list(bounds) for name, bounds in intervals.items() if bounds}
+    return summarize(present) | ({"ci95": known} if known else {})

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 }
 _COUNT, _LENGTH = struct.Struct("<i"), struct.Struct("<q")
 _FAILED = -1  # in place of the number of parts: one follows, the exception
-_CHILD = "from tokenmill.core.work_process import main; main()"
+_CHILD = "from tokenmill.vision.work_process import main; main()"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ import jsonschema_rs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tokenmill.core.schemas.all_of import look_up, merged
-from tokenmill.core.schemas.json_schema import enforceable
+from tokenmill.core.json_schema import enforceable, look_up, merged
 
 NAMES = st.sampled_from(["a", "b", "c"])
 NUMBERS = st.integers(0, 4)

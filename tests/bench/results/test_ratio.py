@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tokenmill.core.intervals import (
+from tokenmill.bench.results.intervals import (
     Estimate,
     from_interval,
     from_runs,

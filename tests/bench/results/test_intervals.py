@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from tokenmill.core.intervals import (
+from tokenmill.bench.results.intervals import (
     Estimate,
     _indicator_correlation,
     interval_95,
