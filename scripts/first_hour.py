@@ -104,6 +104,7 @@ class Hour:
         finally:
             for server in servers:
                 self.step("SIGTERM to the server", partial(ended, server))
+            del self.env["TOKENMILL_URL"], self.env["TOKENMILL_PORT"]
 
 
 def ended(server: subprocess.Popen[bytes]) -> str:

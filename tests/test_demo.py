@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from bench.sample_runs import mlperf_run
 from tokenmill import demo
+from tokenmill.bench.results.mlperf_reports import as_json
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,18 @@ def test_it_says_what_it_will_do_and_what_to_type_next(
     assert "MLPerf Offline: FAILED" in lines
     assert lines[-2].startswith(f"What to type next: {name} chat, or {name} serve")
     assert lines[-1].startswith(f"{name} bench endpoint --url http://127.0.0.1:8000/v1")
+
+
+def test_a_headline_names_the_model_that_ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = mlperf_run()
+    report.model = "/cache/smollm2.gguf"
+    line = json.dumps(as_json(report))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=f"text\n{line}\n")
+    )
+    assert demo._measured()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"smollm2.gguf under the load of MLPerf {report.mlperf_benchmark}, ")
+    assert "QUICK" in said and "VALID" not in said
