@@ -170,9 +170,9 @@ def test_a_process_that_dies_ends_one_call(bodies: BodyReader) -> None:
 
 def test_a_process_that_dies_while_it_is_idle_ends_no_call(bodies: BodyReader) -> None:
     dead = read(bodies, process_id, LONG.encode())
-    (executor,) = [each for each in bodies.processes._idle if dead in (each._processes or {})]
+    (process,) = [each for each in bodies.processes._processes._idle if each.pid == dead]
     os.kill(dead, signal.SIGKILL)
-    wait_until(lambda: bool(executor._broken), "it is dead")
+    wait_until(lambda: not process.is_alive, "it is dead")
     assert read(bodies, process_id, LONG.encode()) not in (dead, os.getpid())
 
 
@@ -188,7 +188,7 @@ def test_a_body_is_given_up_after_a_while_or_when_its_client_goes(
     async def leave() -> None:
         gone = asyncio.Event()
         call = asyncio.create_task(bodies.read(request(LONG.encode(), gone), PLACE, hang))
-        while not bodies.processes._busy:
+        while not bodies.processes._processes._busy:
             await asyncio.sleep(0)
         gone.set()
         with pytest.raises(ClientDisconnect):

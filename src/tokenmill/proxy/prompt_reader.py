@@ -78,7 +78,7 @@ class PromptReader:
     async def _read_elsewhere(self, account: str, body: bytes, path: str) -> RoutedPrompt:
         assert self._tokenizer is not None and self._tokenizer.origin is not None
         setup = pickle.dumps(_Setup(self._tokenizer.origin, self._processor))
-        data = await self._processes.run(account, len(body), _read, setup, body, path)
+        data = await self._processes.run(account, len(body), _read, body, setup, path)
         prompt: RoutedPrompt = pickle.loads(data)
         return prompt
 
@@ -104,7 +104,7 @@ def _loaded(setup: bytes) -> tuple[Tokenizer, ImageProcessor | None]:
     return load_tokenizer(parts.origin.path, parts.origin.chat_template), parts.processor
 
 
-def _read(setup: bytes, body: bytes, path: str) -> bytes:
+def _read(body: bytes, setup: bytes, path: str) -> bytes:
     try:
         tokenizer, processor = _loaded(setup)
     except Exception as error:

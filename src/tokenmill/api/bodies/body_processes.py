@@ -7,13 +7,9 @@ that does not come to its end, dies, or whose client goes is ended, and concerns
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -21,10 +17,12 @@ from starlette.types import Receive
 
 from tokenmill.api.bodies.fair_share import FairShare
 from tokenmill.api.errors import ApiError
+from tokenmill.core.work_process import Allowance, WorkEndedError, WorkProcess, WorkProcesses
 
 LONG_BODY_BYTES = 65_536  # of token ids they take 20 ms
 MAX_PROCESSES = 4
-READ_S = 120.0  # that a process may take for a body, its own start included
+READ_S = 120.0  # that a process may take for a body, its start not included
+MEMORY_BYTES = 2**32  # that it may take beside what it has: a tokenizer, and 100 bytes a byte
 NICENESS = 10
 
 T = TypeVar("T")
@@ -38,29 +36,31 @@ class BodyProcesses:
     """The processes of one server or front; they are started when they are needed."""
 
     def __init__(self, num_fronts: int) -> None:
-        # Each pool has one process: what becomes of it concerns one body. One account may have as
-        # many as there are cores for, and there is one more for another account.
-        self._places = FairShare(2 * _num_processes(num_fronts) + 1)
-        self._idle: list[ProcessPoolExecutor] = []
-        self._busy: list[ProcessPoolExecutor] = []
-        self.is_closed = False
+        # One account may have as many as there are cores for, and there is one more for another.
+        capacity = 2 * _num_processes(num_fronts) + 1
+        self._places = FairShare(capacity)
+        self._processes = WorkProcesses(NICENESS)
+        self._threads = ThreadPoolExecutor(capacity, thread_name_prefix="body")
+
+    @property
+    def is_closed(self) -> bool:
+        return self._processes.is_closed
 
     async def run(
         self, account: str, num_bytes: int, work: Callable[..., bytes], *args: Any
     ) -> bytes:
-        """What `work` makes of a body; ApiError where its process did not come to an end.
+        """What `work` makes of a body and more; ApiError where its process came to no end.
 
         NotElsewhereError: there is no process, or `work` says that it needs this one.
         """
         await self._places.take(account, 1)
         try:
             return await self._in_process(work, *args)
-        except TimeoutError:
-            message = f"this body of {num_bytes} bytes could not be read within {READ_S:g} s"
-            raise ApiError(500, message, code="internal_error") from None
-        except BrokenProcessPool:
+        except WorkEndedError as ended:
             self._check_open()
             message = f"the process that read this body of {num_bytes} bytes was ended"
+            if ended.is_late:
+                message = f"this body of {num_bytes} bytes could not be read within {READ_S:g} s"
             raise ApiError(500, message, code="internal_error") from None
         except OSError as error:
             raise NotElsewhereError(f"no process can be started: {error}") from None
@@ -68,30 +68,29 @@ class BodyProcesses:
             self._places.give(account, 1)
 
     def close(self) -> None:
-        self.is_closed = True
-        for pool in (*self._idle, *self._busy):
-            _end(pool)
+        self._processes.close()
+        self._threads.shutdown(wait=False)
 
-    async def _in_process(self, work: Callable[..., bytes], *args: Any) -> bytes:
+    async def _in_process(self, work: Callable[..., bytes], body: bytes, *args: Any) -> bytes:
         self._check_open()
-        self._idle = [pool for pool in self._idle if not pool._broken]
-        pool = self._idle.pop() if self._idle else _new_pool()
-        self._busy.append(pool)
-        is_spent = False
+        running: list[WorkProcess | None] = []  # None: nobody wants the result any more
+
+        def read() -> bytes:
+            with self._processes.one() as process:
+                running.append(process)
+                if None in running:
+                    raise WorkEndedError(is_late=False)
+                allowed = Allowance(READ_S, MEMORY_BYTES)
+                (made,) = process.run(allowed, _in_parts, body, work, *args)
+                return made
+
         try:
-            async with asyncio.timeout(READ_S):
-                # On a thread: a process may have to be started for it.
-                future = await asyncio.to_thread(pool.submit, work, *args)
-                return await asyncio.wrap_future(future)
-        except (BrokenProcessPool, OSError, asyncio.CancelledError):
-            is_spent = True
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+        except asyncio.CancelledError:
+            running.append(None)
+            if running[0] is not None:
+                running[0].end()
             raise
-        finally:
-            self._busy.remove(pool)
-            if is_spent:
-                _end(pool)
-            else:
-                self._idle.append(pool)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -103,15 +102,8 @@ def _num_processes(num_fronts: int) -> int:
     return max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) // num_fronts))
 
 
-def _new_pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin_process)
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    processes = pool._processes
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in list((processes or {}).values()):
-        process.kill()
+def _in_parts(body: bytes, work: Callable[..., bytes], *args: Any) -> list[bytes]:
+    return [work(body, *args)]
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -130,20 +122,3 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# In the other process.
-
-
-def _begin_process() -> None:
-    """Leave the cores to streams and Ctrl-C to the server, and end with it, however it ends."""
-    os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -124,7 +124,7 @@ class BodyReader:
             _log.warning("streams wait while the server itself reads long bodies: %s", reason)
 
     async def _read_elsewhere(self, reader: Reader[T], body: bytes, account: str) -> T:
-        work = (_read, self._setup(), reader, body, self._facts())
+        work = (_read, body, self._setup(), reader, self._facts())
         data = await self.processes.run(account, len(body), *work)
         ignored: list[str]
         result: T
@@ -183,7 +183,7 @@ def _process_of(setup: bytes) -> _BodyProcess:
     return _BodyProcess(pickle.loads(setup))
 
 
-def _read(setup: bytes, reader: Reader[Any], body: bytes, facts: ModelFacts) -> bytes:
+def _read(body: bytes, setup: bytes, reader: Reader[Any], facts: ModelFacts) -> bytes:
     try:
         process = _process_of(setup)
     except Exception as error:
