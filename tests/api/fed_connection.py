@@ -9,7 +9,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from api.framing_cases import Call
-from tokenmill.api.connection import ClientConnection, ConnectionLimits
+from tokenmill.api.connection import ConnectionLimits, ServerConnection
 from tokenmill.core.config import ServerConfig
 
 LIMITS = ConnectionLimits.of(ServerConfig(), 99)
@@ -73,7 +73,7 @@ def feed(*parts: bytes) -> tuple[App, Transport]:
     async def run() -> None:
         config = uvicorn.Config(app, lifespan="off", log_level="critical")
         state = ServerState()
-        connection = ClientConnection(LIMITS, config=config, server_state=state, app_state={})
+        connection = ServerConnection(LIMITS, config=config, server_state=state, app_state={})
         connection.connection_made(transport)
         for part in parts:
             if not transport.is_closing():

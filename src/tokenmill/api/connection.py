@@ -79,7 +79,7 @@ class UntilClose(int):
     __hash__ = int.__hash__
 
 
-class ClientConnection(HttpToolsProtocol):
+class ServerConnection(HttpToolsProtocol):
     """uvicorn's protocol with deadlines for what the client sends."""
 
     def __init__(self, limits: ConnectionLimits, **uvicorn_arguments: Any) -> None:
@@ -341,7 +341,7 @@ class ChunkWriter:
 class _BodyOf:
     """Gives a connection the body of a request whose head it has."""
 
-    def __init__(self, connection: ClientConnection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self.on_body = connection.on_body
         self.on_message_complete = connection.on_message_complete
 
@@ -351,8 +351,8 @@ def _head_too_large() -> ApiError:
     return ApiError(431, message, code="head_too_large")
 
 
-def _connections(all_of_them: Iterable[Any]) -> Iterable[ClientConnection]:
-    return (each for each in all_of_them if isinstance(each, ClientConnection))
+def _connections(all_of_them: Iterable[Any]) -> Iterable[ServerConnection]:
+    return (each for each in all_of_them if isinstance(each, ServerConnection))
 
 
 def check_all(all_of_them: Iterable[Any], now_s: float) -> None:

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tokenmill.api.access import Calls
-from tokenmill.api.connection import ClientConnection, ConnectionLimits, check_all
+from tokenmill.api.connection import ConnectionLimits, ServerConnection, check_all
 from tokenmill.api.keys import Keys, open_keys
 from tokenmill.api.middleware import CallMiddleware
 from tokenmill.api.openai_routes import create_app
@@ -275,7 +275,7 @@ def _uvicorn_config(app: Any, keys: Keys) -> uvicorn.Config:
     limits = ConnectionLimits.of(config, max_open_files() - RESERVED_FILES)
     made = uvicorn.Config(
         app,
-        http=functools.partial(ClientConnection, limits),  # type: ignore[arg-type]
+        http=functools.partial(ServerConnection, limits),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_level="warning",

@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from tokenmill.api.bodies.fair_share import FairShare
 from tokenmill.api.errors import ApiError
-from tokenmill.core.work_process import Allowance, WorkEndedError, WorkProcess, WorkProcesses
+from tokenmill.vision.work_process import Allowance, WorkEndedError, WorkProcess, WorkProcesses
 
 LONG_BODY_BYTES = 65_536  # of token ids they take 20 ms
 MAX_PROCESSES = 4
