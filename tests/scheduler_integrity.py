@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from tokenmill.kv.tiers.host_tier import HostTier
 from tokenmill.sched.cache.block_ledger import BlockLedger
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.cache.start_points import SHARE, StartPoints
@@ -143,3 +144,11 @@ def check_points(points: StartPoints, beside: set[int]) -> None:
     ends = {block for window in points._ends.values() for block in window}
     assert points.num_inside_blocks == len(points._covers.keys() - ends), "blocks are miscounted"
     assert points.num_inside_blocks <= points._most, "points inside keep too many blocks"
+
+
+def check_host_tier(tier: HostTier) -> None:
+    """No slot is lost or held twice; nothing must be claimed."""
+    held = [slot for slots in tier._held.values() for slot in slots]
+    assert sorted(held + tier._free) == list(range(tier.num_slots))
+    pinned = sum(len(tier._held[name]) for name in tier._pins)
+    assert tier._num_kept == pinned, f"{tier._num_kept} slots are kept, {pinned} pinned"

@@ -50,8 +50,6 @@ C = TypeVar("C", CacheConfig, SchedulerConfig, ExecutionConfig, ParallelConfig)
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a prompt's n completions."""
-
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -68,8 +66,6 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """A prompt and its completions."""
-
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -229,7 +225,6 @@ class LLM:
         self.built.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self.tokenizer
 
     def stream(
@@ -343,7 +338,6 @@ class LLM:
             raise
 
     def step(self) -> None:
-        """Run one step of the engine."""
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is not None:

@@ -317,11 +317,9 @@ def connect(
 
 
 def disconnect() -> None:
-    """Leave the group."""
     if connected():
         dist.destroy_process_group()
 
 
 def connected() -> bool:
-    """Whether this process is in a group."""
     return bool(dist.is_initialized())

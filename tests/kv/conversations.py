@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from driver import LOGPROB_BOUND, Answer, build
-from scheduler_integrity import check_scheduler
+from scheduler_integrity import check_host_tier, check_scheduler
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.types import FinishReason, Request, SamplingParams
 from tokenmill.engine.build import BuiltEngine
@@ -58,7 +58,7 @@ def ask(
             answers[output.request_id].add(output)
         check_scheduler(engine._scheduler)
     if engine.tiers is not None:
-        engine.tiers.host.check_integrity()
+        check_host_tier(engine.tiers.host)
     return list(answers.values())
 
 

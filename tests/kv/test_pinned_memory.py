@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.kv.tiers import pinned_memory
-from tokenmill.kv.tiers.pinned_memory import PinnedMemory, touch
+from tokenmill.kv.tiers import page_copies
+from tokenmill.kv.tiers.page_copies import PinnedMemory, touch
 
 CPU = torch.device("cpu")
 SHAPE = (64, 2**20 + 8)  # so large that the system takes it back as soon as it is freed
@@ -54,8 +54,8 @@ def cudart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cudart:
     made = Cudart(tmp_path)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "synchronize", made.launch)
-    monkeypatch.setattr(pinned_memory.torch, "ones", made.launch)
-    monkeypatch.setattr(pinned_memory, "touch", lambda pages: None)
+    monkeypatch.setattr(page_copies.torch, "ones", made.launch)
+    monkeypatch.setattr(page_copies, "touch", lambda pages: None)
     return made
 
 

@@ -12,7 +12,7 @@ import torch
 
 from driver import Answer, assert_same, build
 from kv.conversations import FEW, GREEDY, ask, assert_same_words, converse, engine, grow, hits
-from scheduler_integrity import check_scheduler
+from scheduler_integrity import check_host_tier, check_scheduler
 from tiny_images import image, prompt
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv import TierSizes, parse_tiers
@@ -79,7 +79,7 @@ def test_a_request_that_ends_while_it_loads_gives_its_blocks_back(folder: Path) 
         ended += built.engine.step()
     assert [output.request_id for output in ended] == ["x"]
     check_scheduler(scheduler)
-    tiers.host.check_integrity()
+    check_host_tier(tiers.host)
     assert built.engine.stats().num_kv_blocks_used == 0
 
 

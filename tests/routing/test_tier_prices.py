@@ -20,7 +20,7 @@ from tokenmill.core.kv_events import (
     pack_events,
     unpack_events,
 )
-from tokenmill.kv.tiers.tier_rates import token_ms
+from tokenmill.engine.open_tiers import token_ms
 from tokenmill.routing.prices import tier_price
 from tokenmill.routing.router import Router
 from tokenmill.sched.cache.blocks import block_hashes, hash_chain

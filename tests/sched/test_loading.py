@@ -12,7 +12,7 @@ import pytest
 
 from fake_runner import EOS, FakeRunner, Launched, expected
 from kv.at_once import without_threads
-from scheduler_integrity import check_scheduler
+from scheduler_integrity import check_host_tier, check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.types import FinishReason, Request, SamplingParams
@@ -154,7 +154,7 @@ def test_what_comes_back_is_what_left(
             assert answers[name] == words, name
     assert failures or FinishReason.ERROR not in ends.values()
     assert sum(reason is FinishReason.LENGTH for reason in ends.values()) > 20
-    tiers.host.check_integrity()
+    check_host_tier(tiers.host)
     assert scheduler.stats().num_kv_blocks_used == 0
     assert tiers.stats()["saved_bytes"] > 0
     assert disk is None or tiers.stats()["disk_read_bytes"] > 0
@@ -238,7 +238,7 @@ def test_a_prefix_is_on_the_device_before_its_request_has_a_place(tmp_path: Path
     loaded = tiers.stats()["loaded_bytes"]
     assert finish(engine)["again"] == 16 and tiers.stats()["loaded_bytes"] == loaded
     assert scheduler.stats().num_preemptions == 0
-    tiers.host.check_integrity()
+    check_host_tier(tiers.host)
 
 
 def sequence(scheduler: Scheduler, prompt: list[int]) -> Seq:
@@ -280,4 +280,4 @@ def test_blocks_of_waiting_requests_come_from_disk_to_host_memory(tmp_path: Path
     assert scheduler.stats().num_waiting == 1, "it was to wait for blocks of the device"
     assert tiers.stats()["prefetched_bytes"] > 0 and names & set(tiers.host.names())
     assert finish(engine)["again"] == 16
-    tiers.host.check_integrity()
+    check_host_tier(tiers.host)

@@ -38,7 +38,7 @@ def models() -> None:
 
     tokenmill models
     """
-    from tokenmill.models.checkpoints.stored import stored_models
+    from tokenmill.models.checkpoints.store import stored_models
 
     found = stored_models()
     if not found:
@@ -56,7 +56,7 @@ def rm(
 
     tokenmill rm Qwen/Qwen3-0.6B
     """
-    from tokenmill.models.checkpoints.stored import find_stored
+    from tokenmill.models.checkpoints.store import find_stored
 
     model = find_stored(name)
     model.remove()

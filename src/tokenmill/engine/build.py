@@ -148,7 +148,6 @@ def build_engine(
 
 
 def make_runner(setup: Setup, part: LoadedPart) -> ModelRunner:
-    """A runner of this rank's part of a model."""
     assert setup.cache.block_size is not None
     # Requests that ended in a step under way keep their slots until it is over.
     return ModelRunner(

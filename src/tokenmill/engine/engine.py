@@ -265,7 +265,6 @@ class LanguageEngine:
         return self._scheduler.limits.queue_full(request, self.stats().num_waiting)
 
     def _end(self, request_id: str, end: End) -> None:
-        """End a request that was taken."""
         self._tell(request_id, end)
         if self.kv is not None:
             self.kv.forget(request_id)
@@ -276,7 +275,6 @@ class LanguageEngine:
         self._finished.append(end.output(request_id))
 
     def _take_finished(self) -> list[RequestOutput]:
-        """Return the terminal outputs that no batch produces."""
         finished, self._finished = self._finished, []
         return finished + self._forget(self._scheduler.take_finished())
 
@@ -299,7 +297,6 @@ class LanguageEngine:
             self._scheduler.end_in_error(request_id, stop_reason, message)
 
     def _add(self, request: Request) -> None:
-        """Hand a request to the scheduler."""
         if request.sampling.prompt_logprobs is not None:
             self._host_bound.add(request.request_id)
         self._scheduler.add(request)

@@ -29,8 +29,6 @@ _LOGIT_ROWS = 64  # prompt-logprob rows of the vocabulary held at once
 
 
 class Executor(Protocol):
-    """One way to execute a step."""
-
     def launch(self, batch: Batch) -> LaunchedStep | None:
         """Start a step of its kind; None for any other."""
 
@@ -333,8 +331,6 @@ class Ahead:
 
 
 class HeldBlocks(NamedTuple):
-    """The blocks that a sequence had at some time."""
-
     block_ids: list[int]
     window_ids: list[int]
     window_first: int

@@ -154,11 +154,9 @@ class StepImages:
         return len(self._features)
 
     def placement(self, seq: Sequence) -> TokenPositions:
-        """The positions of a sequence with images."""
         return TokenPositions(seq.request.images, self.vision.merge_size)
 
     def forget(self, contents: list[bytes]) -> None:
-        """Drop the features of images."""
         for content in contents:
             self._features.pop(content, None)
 

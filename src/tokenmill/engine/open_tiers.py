@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import platform
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 
 import tokenmill
 from tokenmill.core.config import Setup
-from tokenmill.core.kv import parse_tiers
+from tokenmill.core.kv import DISK, HOST, parse_tiers
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.memory import available_bytes
@@ -21,14 +23,18 @@ from tokenmill.kernels import cpu_kernels
 from tokenmill.kv.connectors import geometry
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
-from tokenmill.kv.tiers.page_copies import open_copies, page_bytes, tensors_of
-from tokenmill.kv.tiers.tier_rates import measure_token_ms
+from tokenmill.kv.tiers.page_copies import PageCopies, open_copies, page_bytes, tensors_of
 from tokenmill.sched.scheduler import Scheduler
 
 _STAGED_SLOTS = 64  # blocks in host memory on their way to disk, where that is the only tier
 _IMAGES = ("preprocessor_config.json",)  # what becomes of images before the model sees them
 _PACKAGE = Path(tokenmill.__file__).parent
 _COMPUTE = ("kernels", "layers", "models")  # packages by which keys and values are computed
+_COPIED_BYTES = 2**26  # of a copy that is timed
+_READ_BYTES = 2**24  # of a file
+_ROUNDS = 2  # the first one may wait for what it uses to be set up
+_WAIT_S = 20e-6
+_log = logging.getLogger(__name__)
 
 
 def check_tiers(asked: Setup) -> None:
@@ -78,7 +84,6 @@ def open_tiers(
 
 
 def _num_slots(host_bytes: int, size: int, scheduler: Scheduler) -> int:
-    """Pages that host memory holds."""
     pool, free = scheduler.pool, available_bytes()
     if host_bytes > free:
         raise ModelLoadError(
@@ -119,3 +124,48 @@ def _content(files: Iterable[Path]) -> str:
             data = file.read_bytes()
             digest.update(b"%s %d\n%s" % (file.name.encode(), len(data), data))
     return digest.hexdigest()
+
+
+def measure_token_ms(
+    copies: PageCopies, disk: DiskTier | None, num_pages: int, token_bytes: float
+) -> dict[str, float]:
+    """Milliseconds by tier in which a token of so many bytes comes back to an idle device.
+
+    The device must have `num_pages` that nobody uses; their contents stay.
+    """
+    rates = {HOST: max(_host_rate(copies, num_pages) for _ in range(_ROUNDS))}
+    if disk is not None and (disk_rate := disk.measure_rate(_READ_BYTES)) is not None:
+        rates[DISK] = disk_rate
+    for tier, rate in rates.items():
+        _log.info("KV comes back from %s at %.2f GB/s", tier, rate / 1e9)
+    return token_ms(rates, token_bytes)
+
+
+def token_ms(rates: dict[str, float], token_bytes: float) -> dict[str, float]:
+    """Milliseconds of a token at rates in bytes per second; what is on disk goes by the host."""
+    host_ms = 1e3 * token_bytes / rates[HOST]
+    found = {HOST: host_ms}
+    if DISK in rates:
+        found[DISK] = host_ms + 1e3 * token_bytes / rates[DISK]
+    return found
+
+
+def _host_rate(copies: PageCopies, num_pages: int) -> float:
+    """Bytes per second from host memory to the device."""
+    size = int(copies.host.shape[1])
+    pages = list(range(max(1, min(num_pages, len(copies.host), _COPIED_BYTES // size))))
+    copies.save(pages, pages)
+    copies.settle()
+    return len(pages) * size / _seconds(lambda: _load(copies, pages))
+
+
+def _load(copies: PageCopies, pages: list[int]) -> None:
+    read = copies.load(pages, pages)
+    while not read.done():
+        time.sleep(_WAIT_S)
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    action()
+    return max(time.perf_counter() - begin, 1e-9)

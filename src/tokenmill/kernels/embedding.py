@@ -42,8 +42,6 @@ class RowCache:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """The keys of a lookup that missed."""
-
     positions: torch.Tensor  # int32 [keys], of which the first `count` hold
     count: torch.Tensor  # int32 [1]
 

@@ -92,7 +92,6 @@ class PackedExperts:
         return PackedWeight(data, scales, self.n, self.k, self.tiled)
 
     def parts(self, index: int) -> list[torch.Tensor]:
-        """What there is of an expert, as views."""
         return [part[index] for part in (self.data, self.scales, self.bias) if part is not None]
 
     @property
@@ -179,7 +178,6 @@ def apply_experts(
 def _product(
     x: torch.Tensor | QuantizedRows, weight: PackedExperts, expert: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """One expert's product, with its bias."""
     out = matmul(x, weight.expert(expert, dtype))
     return out if weight.bias is None else out.add_(weight.bias[expert])
 

@@ -74,7 +74,6 @@ class KVLink:
         block_size: int,
         num_blocks: int,
     ) -> tuple[list[OwnConnector], KVAddress]:
-        """Connectors over a cache, and how a peer reaches it."""
         # Layers of different groups share tensors.
         tensors = list({id(tensor): tensor for layer in kv_cache for tensor in layer}.values())
         shape = geometry(spec, self.weights, tensors, dtype, block_size)

@@ -53,7 +53,6 @@ class CudaIpcConnector:
     def over(
         cls, engine_id: str, tensors: list[torch.Tensor], pages: SharedPages | None
     ) -> CudaIpcConnector:
-        """The connector over an engine's cache on a GPU."""
         return cls(tensors, CudaMemory(tensors[0].device))
 
     @staticmethod
@@ -86,7 +85,6 @@ class CudaIpcConnector:
         return self._thread.submit(self.copier(engine_id), runs)
 
     def copier(self, engine_id: str) -> Copier:
-        """What copies a peer's blocks."""
         copy = self._peers[engine_id].copy
         assert copy is not None, "a peer that is forgotten was asked for"
         return copy

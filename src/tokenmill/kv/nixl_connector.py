@@ -39,7 +39,6 @@ class NixlConnector:
     def over(
         cls, engine_id: str, tensors: list[torch.Tensor], pages: SharedPages | None
     ) -> NixlConnector:
-        """The connector over an engine's cache, in whichever memory."""
         return cls(engine_id, tensors)
 
     @staticmethod
@@ -85,7 +84,6 @@ class NixlConnector:
             self._thread.submit(self._agent.remove_remote_agent, peer.name)
 
     def read(self, engine_id: str, runs: list[Run]) -> Future[None]:
-        """Start to read runs of a peer's blocks into our own."""
         return self._thread.submit(self._read, self._peers[engine_id], runs)
 
     def close(self) -> None:

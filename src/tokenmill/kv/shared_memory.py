@@ -55,7 +55,6 @@ class SharedMemoryConnector:
     def over(
         cls, engine_id: str, tensors: list[torch.Tensor], pages: SharedPages | None
     ) -> SharedMemoryConnector:
-        """The connector over an engine's cache."""
         assert pages is not None
         return cls(pages, [tensor.numpy() for tensor in tensors])
 
@@ -79,7 +78,6 @@ class SharedMemoryConnector:
         self._thread = ThreadPoolExecutor(1, "kv-shm")
 
     def connect(self, peer: KVAddress, way: KVWay) -> None:
-        """Map a peer's memory."""
         pid, _, fd = way.endpoint.decode().partition(":")
         path = f"/proc/{pid}/fd/{fd}"
         try:
@@ -118,7 +116,6 @@ def host_identity() -> str:
 
 
 def _blocks(cache: NDArray[Any]) -> Bytes:
-    """A cache as the bytes of its blocks."""
     rows: Bytes = cache.view(np.uint8).reshape(cache.shape[0], -1)
     return rows
 

@@ -71,15 +71,12 @@ class ImageBuffers:
             self.features[:, images.rows] = images.features
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """As ImageRows.place()."""
         return positions + self.shifts
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
-        """As ImageRows.embed()."""
         return torch.where(self.is_image, self.features[0], x)
 
     def add(self, x: torch.Tensor, layer: int) -> None:
-        """As ImageRows.add()."""
         x += self.features[layer]
 
 

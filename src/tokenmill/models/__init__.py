@@ -36,7 +36,6 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 
 
 def family_of(spec: ModelSpec) -> Family:
-    """The family of a model."""
     return load_family(spec.family)
 
 
@@ -46,7 +45,6 @@ def all_families() -> list[Family]:
 
 
 def load_family(module: str) -> Family:
-    """The family of a module of this package."""
     family: Family = import_module(f"tokenmill.models.{module}").FAMILY
     return family
 

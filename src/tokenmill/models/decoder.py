@@ -244,7 +244,6 @@ class Decoder:
 
     @property
     def experts(self) -> list[RoutedExperts]:
-        """Those of all layers that have some."""
         return [layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE)]
 
     @property

@@ -220,7 +220,6 @@ class DeepseekV3Layer:
         cos_sin: torch.Tensor,
         batch: AttentionBatch,
     ) -> None:
-        """Add this layer's attention and MLP to the stream."""
         attended = self.attention(stream, self.norm, cache, cos_sin, batch)
         stream.add(self.out, attended, self.ranks)
         self.mlp(stream)

@@ -127,7 +127,6 @@ class Gemma3Layer:
         cos_sin: torch.Tensor,
         batch: AttentionBatch,
     ) -> None:
-        """Add this layer's attention and MLP to the stream."""
         self.attention(stream, self.norm, cache, cos_sin, batch, self.post_norm)
         self.mlp(stream)
 

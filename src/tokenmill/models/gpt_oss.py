@@ -121,7 +121,6 @@ class GptOssLayer:
         cos_sin: torch.Tensor,
         batch: AttentionBatch,
     ) -> None:
-        """Add this layer's attention and experts to the stream."""
         self.attention(stream, self.norm, cache, cos_sin, batch)
         self.mlp(stream)
 

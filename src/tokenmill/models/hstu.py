@@ -127,11 +127,6 @@ def reference_name(name: str) -> str:
     return REFERENCE_NAMES[prefix] + rest
 
 
-def from_reference(spec: HstuSpec, state: Tensors) -> dict[str, torch.Tensor]:
-    """The dense tensors of MLPerf's checkpoint by our names; buffers and tables stay behind."""
-    return {name: state[reference_name(name)] for name in dense_tensors(spec)}
-
-
 def check_tensors(spec: HstuSpec, tensors: Tensors) -> None:
     """An error that names the first tensor which is missing, has another shape, or is unknown."""
     expected = dense_tensors(spec)

@@ -57,7 +57,6 @@ class LlamaLayer:
         cos_sin: torch.Tensor,
         batch: AttentionBatch,
     ) -> None:
-        """Add this layer's attention and MLP to the stream."""
         self.attention(stream, self.norm, cache, cos_sin, batch)
         self.mlp(stream)
 

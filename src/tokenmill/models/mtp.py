@@ -73,5 +73,4 @@ class MTPModule:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its own weights."""
         return self.project.num_bytes + self.layer.num_bytes

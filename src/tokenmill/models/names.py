@@ -51,12 +51,10 @@ def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Shape]:
 
 
 def norm_tensors(spec: ModelSpec, *names: str) -> dict[str, Shape]:
-    """Norms of the stream."""
     return {f"{name}.weight": (spec.hidden_size,) for name in names}
 
 
 def attention_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    """Grouped-query attention."""
     hidden = spec.hidden_size
     matrices: dict[str, tuple[int, int, bool]] = {  # rows, columns, bias
         "q_proj": (spec.q_size, hidden, spec.attention_bias),

@@ -20,7 +20,6 @@ class DecodeOnlyRun(NamedTuple):
     num_late: int  # sequences that are counted in grown[0] but have room in the first step
 
     def num_blocks(self, num_steps: int) -> int:
-        """Blocks that the first so many steps take."""
         if not num_steps:
             return 0
         rounds, rest = divmod(num_steps, self.block_size)

@@ -100,7 +100,6 @@ class Queues:
             heapq.heapify(self._deadlines)
 
     def first_waiting(self) -> Sequence | None:
-        """The next one to start."""
         while self._waiting and self._waiting[0][1].finished:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None

@@ -224,7 +224,6 @@ class RecordedScheduler(Scheduler):
             self._file.write(["abort", self._numbers[request_id]])
 
     def schedule(self, now_ns: int, hold_context: bool = False) -> Batch:
-        """Choose a batch, and write it."""
         batch = super().schedule(now_ns, hold_context)
         idle = not batch.items and self._was_idle
         self._was_idle = not batch.items
@@ -277,7 +276,6 @@ class RecordedScheduler(Scheduler):
         return self._lost("preempt", batch, super().preempt, message)
 
     def fail(self, batch: Batch, message: str) -> list[RequestOutput]:
-        """End the requests of a failed batch, and write it."""
         return self._lost("fail", batch, super().fail, message)
 
     def take_finished(self) -> list[RequestOutput]:

@@ -157,7 +157,6 @@ class Batch:
     begun_images: list[BegunImage] = field(default_factory=list)  # encoded over several steps
 
     def part(self, items: list[Item]) -> Batch:
-        """Some of its items as a batch."""
         num_tokens = sum(num_new for _, num_new in items)
         return replace(self, items=items, num_tokens=num_tokens, unsampled=[])
 

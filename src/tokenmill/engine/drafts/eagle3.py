@@ -251,7 +251,6 @@ class Eagle3Head:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its own weights."""
         linears = (self.fc, self.qkv, self.out, *self.mlp.linears)
         own = 0 if self.head is None else self.head.num_bytes
         return own + sum(linear.num_bytes for linear in linears)

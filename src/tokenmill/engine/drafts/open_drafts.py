@@ -65,7 +65,6 @@ def load_draft(files: DraftFiles, network: Decoder, dtype: ComputeType) -> Draft
 
 
 def has_mtp(model: ModelConfig, path: Path) -> bool:
-    """Whether a model at this path can draft."""
     if model.draft is not None or read_spec(path).num_mtp_layers > 0:
         return True
     return not model.random_weights and shipped_mtp(path) is not None

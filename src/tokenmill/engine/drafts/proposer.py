@@ -78,6 +78,5 @@ class Proposer:
     def _batch(
         self, positions: torch.Tensor, cache_slots: Slots, slots: torch.Tensor
     ) -> AttentionBatch:
-        """Return the attention batch of one query for each sequence."""
         starts, tiles = self.builder.even(slots.shape[0], 1)
         return self.builder.attention(positions, cache_slots, starts, positions, slots, tiles)

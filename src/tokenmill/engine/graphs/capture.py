@@ -27,7 +27,6 @@ class CaptureLimits:
     memory_bytes: int
 
     def reached(self, report: CaptureReport) -> str | None:
-        """The limit that a capture has reached, if any."""
         if report.seconds > self.seconds:
             return f"the limit of {self.seconds:g} s"
         if report.memory_bytes > self.memory_bytes:

@@ -18,8 +18,6 @@ from tokenmill.sched.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class CapturedDecode:
-    """Graphs and the tensors that they write."""
-
     pieces: Pieces
     decoded: Decoded
 
@@ -61,7 +59,6 @@ class DecodeGraphs:
         self._graphs: dict[int, CapturedDecode] = {}
 
     def jobs(self, pool: Any) -> list[CaptureJob]:
-        """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def start(self, report: CaptureReport) -> None:

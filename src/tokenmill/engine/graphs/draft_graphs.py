@@ -77,7 +77,6 @@ class DraftGraphs:
         self._captured: list[int] = []
 
     def jobs(self, pool: Any) -> list[CaptureJob]:
-        """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:

@@ -50,7 +50,6 @@ class EncoderGraphs:
         self.num_replayed = self.num_parts_replayed = 0
 
     def jobs(self, pool: Any) -> list[CaptureJob]:
-        """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:

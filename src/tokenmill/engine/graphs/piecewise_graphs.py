@@ -82,7 +82,6 @@ class PiecewiseGraphs:
         self.num_replayed = self.num_with_images = 0
 
     def jobs(self, pool: Any) -> list[CaptureJob]:
-        """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def start(self) -> int:

@@ -54,7 +54,6 @@ class PromptGraphs:
         self._graphs: dict[int, tuple[Pieces, Prompted]] = {}
 
     def jobs(self, pool: Any) -> list[CaptureJob]:
-        """What captures the sizes."""
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def _capture(self, size: int, pool: Any) -> None:

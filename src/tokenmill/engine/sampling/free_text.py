@@ -27,15 +27,13 @@ class Follower(Protocol):
     def accept(self, token_id: int) -> None:
         """Move on by a sampled token; raises GrammarError where it does not continue."""
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+    def rollback(self, num_tokens: int) -> None: ...
 
 
 class Source(Protocol):
     """What sequences can follow from its start: a grammar."""
 
-    def matcher(self, stop_token_ids: Collection[int] | None = None) -> Follower:
-        """A follower at the start of the text."""
+    def matcher(self, stop_token_ids: Collection[int] | None = None) -> Follower: ...
 
 
 class FreeTextMatcher:
@@ -81,7 +79,6 @@ class FreeTextMatcher:
         del self._tokens[size:]
 
     def _ends_here(self) -> bool:
-        """Whether the last token ends the free text."""
         tokens, begin = self._tokens, self._free.begin
         if tokens[-1] != self._free.end:
             return False

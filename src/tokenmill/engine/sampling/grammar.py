@@ -53,12 +53,10 @@ class Matcher:
         return mask
 
     def accept(self, token_id: int) -> None:
-        """Move on by a sampled token."""
         if self.is_terminated() or not self._matcher.accept_token(token_id):
             raise GrammarError(f"token {token_id} does not continue the structured output")
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
         self._matcher.rollback(num_tokens)
 
     def is_terminated(self) -> bool:

@@ -49,8 +49,6 @@ _HELD_S = 0.001  # answers are sent together if they are ready within it
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What one grammar may cost."""
-
     compile_s: int = 10  # CPU time
     memory_bytes: int = 2**30
     # CPU time of following it: as much at once, and then as much for each mask or token.
@@ -250,7 +248,6 @@ class _Answers:
             self._flush()
 
     def add(self, *fields: Any, data: bytes = b"") -> None:
-        """Answer soon."""
         text = json.dumps(fields).encode()
         self._outgoing += HEADER.pack(len(text), len(data)) + text + data
         if time.monotonic() - self._sent_s > _HELD_S:

@@ -206,7 +206,6 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The uniform number of each seed and position."""
     hashes = splitmix64(splitmix64(seeds) + positions)
     return (hashes >> 16).astype(np.float64) * 2.0**-48
 
@@ -402,7 +401,6 @@ def _all_ids(size: int) -> Ids:
 
 
 def _weights(logits: Row, best: float, scale: float) -> Row:
-    """Probabilities over that of the best token."""
     weights = logits - np.float32(best)
     if scale != 1.0:
         weights /= np.float32(scale)

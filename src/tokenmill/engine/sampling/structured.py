@@ -27,7 +27,6 @@ class StructuredRequests:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that wait for their grammars."""
         return len(self._waiting)
 
     @property

@@ -216,7 +216,6 @@ def round_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: AttentionRounding) -> Packed:
-    """All that attention reads."""
     fp8 = rounding.fp8_values
     mean = k.mean(1, dtype=torch.float32).contiguous()
     queries = round_rows(q, rounding, None, blocks=False, ordered=False)

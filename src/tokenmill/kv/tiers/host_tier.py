@@ -102,10 +102,3 @@ class HostTier:
         self._on_change(name, False)
         self._free += slots
         return slots
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where slots are lost or held twice; nothing must be claimed."""
-        held = [slot for slots in self._held.values() for slot in slots]
-        assert sorted(held + self._free) == list(range(self.num_slots))
-        pinned = sum(len(self._held[name]) for name in self._pins)
-        assert self._num_kept == pinned, f"{self._num_kept} slots are kept, {pinned} pinned"

@@ -503,7 +503,6 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object of a JSON file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

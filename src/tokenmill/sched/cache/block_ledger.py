@@ -336,7 +336,6 @@ class Leases:
         return request_id in self._leases
 
     def open(self, request: Request) -> None:
-        """Open a lease for a request that asks for one with hold_kv_s."""
         if request.hold_kv_s is not None:
             self._leases[request.request_id] = _Lease(round(request.hold_kv_s * 1e9))
 

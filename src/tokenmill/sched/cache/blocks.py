@@ -191,7 +191,6 @@ class BlockPool:
         return self._journal
 
     def cached_hashes(self) -> list[int]:
-        """The hash of every cached block."""
         return list(self._by_hash)
 
     @property
