@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +14,26 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench.results.test_comparison import write_result
+from bench.sample_runs import endpoint_run, mlperf_run
 from tokenmill import console
 from tokenmill.__main__ import run
+from tokenmill.bench.commands import endpoint
+from tokenmill.bench.mlperf.loadgen_tests import print_report as print_mlperf
 from tokenmill.cli.chat import chat_command
 
 REPLAY = ("plan", "replay", "--trace", "recipes/sample-trace.jsonl", "--workers", "4")
+SIMULATED = ("--num-requests", "5", "--lengths", "uniform:10-20")
 COMMANDS = (
     ("bench", "price", "--tok-s", "250634", "--gpus", "72", "--price-per-gpu-hour", "3.76"),
     ("bench", "published"),
     ("bench", "published", "--benchmark", "llama3.1-8b", "--scenario", "Offline"),
     ("plan", "validate"),
     ("plan", "predict", "--benchmark", "llama3.1-8b"),
+    ("plan", "size", "--model", "llama3.1-8b", "--rate", "5", "--lengths", "llama3.1-8b"),
+    ("plan", "pareto", "--benchmark", "llama3.1-8b", "--gpu", "h200", "--gpus", "1"),
+    ("plan", "simulate", *("--model", "qwen3-0.6b", "--gpu", "h200", "--gpus", "1"), *SIMULATED),
+    ("models",),
     ("recipes",),
     REPLAY,
 )
@@ -44,12 +54,25 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_terminal_shows_lines_that_fit_and_no_json(
-    command: tuple[str, ...], terminal: Terminal
+    command: tuple[str, ...], terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     assert run(command) == 0
     lines = terminal.getvalue().splitlines()
     assert lines and max(map(len, lines)) <= 80
     assert not [line for line in lines if line.startswith("{")]
+
+
+def test_reports_of_runs_fit(terminal: Terminal, tmp_path: Path) -> None:
+    """Those of a server's benchmark, of two of them side by side, and of an MLPerf run."""
+    folders = [str(write_result(tmp_path / str(ttft), 1, ttft)) for ttft in (100, 300)]
+    report: Any = endpoint_run((1, 64))[0]
+    prompts = {"seed": 1, "seed_drawn": True, "same_at_every_point": False, "salt": None}
+    endpoint.print_report(report | {"prompts": prompts})
+    assert run(["bench", "compare", *folders]) == 0
+    print_mlperf(mlperf_run())
+    lines = re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines()
+    assert len(lines) > 40 and [line for line in lines if len(line) > 80] == []
 
 
 def test_json_is_one_line_alone(terminal: Terminal) -> None:
