@@ -144,7 +144,7 @@ def test_pages_in_a_browser_here_may_not_either(
 
 
 def test_a_token_opens_the_pool_to_others_and_overload_is_told() -> None:
-    config = ServerConfig(port=0, control_token="secret", max_concurrency_per_key=4, max_pending=2)
+    config = ServerConfig(port=0, control_token="secret", max_concurrency=3)
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
     with sim_server(config, limits, step_ms=20.0) as server:
         assert server.call("GET", "/workers", headers=NOBODY).status == 401
@@ -156,7 +156,7 @@ def test_a_token_opens_the_pool_to_others_and_overload_is_told() -> None:
         streams += [server.open_stream("count: 400")]
         wait_until(lambda: server.metric("num_requests_waiting") == 2, "one runs, two wait")
         refused = server.chat("hi")
-        assert refused.status == 429 and refused.error["code"] == "queue_full"
+        assert refused.status == 429 and refused.error["code"] == "max_concurrency"
         assert int(refused.headers["retry-after"]) >= 1
         for stream in streams:
             stream.close()

@@ -43,7 +43,12 @@ JSON = {"content-type": "application/json"}
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     """A server that takes two videos at a time."""
     command = [sys.executable, "-P", "-m", "tokenmill", *SERVE, "--port", "0"]
-    command += ["--video-dir", str(tmp_path_factory.mktemp("videos"))]
+    command += [
+        "--max-concurrency-per-key",
+        "2",
+        "--video-dir",
+        str(tmp_path_factory.mktemp("videos")),
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -154,7 +159,9 @@ def test_loadgen_has_more_videos_open_than_the_server_takes(
     assert report["num_queries"] == 4 and report["metric"]["unit"] == "samples/s"
     assert report["latency_ms"]["p99.9"] > report["latency_ms"]["p50"] > 0
     with urllib.request.urlopen(server.removesuffix("/v1") + "/metrics") as answer:
-        refused = re.search(r"rejected_total.*queue_full.* ([0-9.]+)", answer.read().decode())
+        refused = re.search(
+            r"rejected_total.*max_concurrency_per_key.* ([0-9.]+)", answer.read().decode()
+        )
     assert refused is not None and float(refused[1]) >= 2
 
 
@@ -194,7 +201,7 @@ def test_a_submission_has_the_servers_own_files(
             VideoParams((32, 16), 5, latent="n.pt"),
             None,
             True,
-            "http_400: latent_path: .*latent-dir",
+            "http_400: latent_path: .*in the folder latents",
         ),
     ],
 )

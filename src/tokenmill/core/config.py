@@ -48,7 +48,7 @@ class ModelConfig:
     random_weights: bool = setting(
         False, "Random weights: only config.json is read; tokens choose experts about evenly."
     )
-    seed: int = 0  # of random weights
+    seed: int = setting(0, "Seed of the random weights.", count(0), flag="weights-seed")
     max_model_len: int | None = setting(None, "Longest prompt plus answer, in tokens.", count(1))
     num_threads: int | None = setting(None, "CPU threads; by default all cores.", count(1, 4096))
     draft: str | None = setting(
