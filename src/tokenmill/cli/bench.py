@@ -12,12 +12,10 @@ from tokenmill.settings.options import command
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command group to the app."""
     add_group(app, bench_commands().values())
 
 
 def add_group(app: typer.Typer, commands: Iterable[BenchCommand]) -> None:
-    """The group with these commands."""
     group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
     for one in commands:
         add = command(group, one.name, one.panels, defaults=one.defaults, hidden=one.hidden)

@@ -14,8 +14,6 @@ from tokenmill.settings.options import all_settings
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-
     def config(
         words: Annotated[
             list[str] | None, typer.Argument(metavar="[COMMAND]", help="Such as bench endpoint.")

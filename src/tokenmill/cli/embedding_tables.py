@@ -40,7 +40,6 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A .safetensors or .np
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command group to the app."""
     group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
     command(group, "create", {"Table": (TableShape, TableType)})(create)
     command(group, "load", {"Table": (TensorOption, TableType)})(load)

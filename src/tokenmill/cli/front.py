@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     command(app, "front", {}, hidden=True)(front)
 
 
@@ -35,7 +34,6 @@ def front(
 
 
 def load(setup: FrontSetup) -> tuple[Tokenizer, ImageLoader | None]:
-    """Tokenizer and images of the server's model."""
     from tokenmill.text.tokenizer import load_tokenizer
 
     set_log_level(setup.server.log_level)

@@ -34,7 +34,6 @@ PANELS = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     common = ("chat", "system", "json", *local.COMMON)
     command(app, "generate", PANELS, defaults=DEFAULTS, common=common)(generate)
 
@@ -75,7 +74,6 @@ def generate(
 
 
 def messages(system: str | None, user: str) -> list[dict[str, str]]:
-    """The conversation of one question."""
     head = [{"role": "system", "content": system}] if system else []
     return [*head, {"role": "user", "content": user}]
 

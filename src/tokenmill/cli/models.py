@@ -11,7 +11,6 @@ from tokenmill.settings.help_page import HelpCommand
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
     for function in (pull, models, rm):
         app.command(function.__name__, cls=HelpCommand)(function)
 

@@ -47,7 +47,6 @@ PANELS = {"Ranking": (RankOptions, RankBatches), "Tables": RankTables}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     command(app, "rank", PANELS)(rank)
 
 
@@ -110,7 +109,6 @@ def _compared(settings: Settings, model: RankingModel) -> RankingModel | None:
 
 
 def load_ranking_model(settings: Settings) -> RankingModel:
-    """The model that the settings name, with its tables."""
     from tokenmill.ranking.model import limit_threads
     from tokenmill.ranking.model_files import (
         choose_device,

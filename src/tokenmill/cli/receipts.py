@@ -51,7 +51,6 @@ Json = dict[str, Any]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     command(app, "receipts", PANELS)(receipts)
 
 

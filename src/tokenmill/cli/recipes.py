@@ -15,7 +15,6 @@ from tokenmill.settings.help_page import HelpCommand
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
     app.command("recipes", cls=HelpCommand)(recipes)
     app.command("demo", cls=HelpCommand)(demo)
 

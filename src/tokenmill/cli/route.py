@@ -46,7 +46,6 @@ PANELS = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     command(app, "route", PANELS)(route)
 
 

@@ -123,7 +123,6 @@ SERVED = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
     command(app, "serve", SERVED, positional="model", common=COMMON)(serve)
     engine = {"Engine": (*WORKER_SETTINGS, *JOB_SETTINGS)}
     command(app, "worker-process", engine, hidden=True)(worker_process)
@@ -222,7 +221,6 @@ def _check_kv_events(settings: Settings, pool: PoolConfig) -> None:
 
 
 def task_of(settings: Settings, model: str) -> str:
-    """What the model does: as the setting says, or by its files."""
     task = str(settings.get("task"))
     if task != "auto":
         return task
@@ -339,7 +337,6 @@ def _check_ranks(path: Path, roles: list[Settings]) -> None:
 
 
 def worker_command(settings: Settings, path: Path) -> list[str]:
-    """The command line of a worker with the same engine settings."""
     given = settings | {"model": str(path)}
     # -P: a folder named tokenmill in the working directory is not the package.
     command = [sys.executable, "-P", "-m", "tokenmill", "worker-process"]

@@ -88,7 +88,6 @@ def serve_rank(settings: Settings, config: ServerConfig) -> None:
 
 
 def _worker_command(settings: Settings) -> list[str]:
-    """The command line of a worker."""
     own = {"model": str(Path(settings.get("model")).expanduser())}
     # -P: a folder named tokenmill in the working directory is not the package.
     command = [sys.executable, "-P", "-m", "tokenmill", "worker-process", "--task=rank"]
@@ -128,7 +127,6 @@ def _load(settings: Settings) -> RankJobs:
 
 
 def facts_of(jobs: RankJobs) -> dict[str, Any]:
-    """What the API has to know of the engine."""
     model = jobs.engine.model
     spec = model.spec
     return {

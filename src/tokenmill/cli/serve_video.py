@@ -53,7 +53,6 @@ _TAKEN = {s.key for s in _KNOWN} - TEXT_SERVER_ONLY | {"task"}
 
 
 def is_video_model(model: str) -> bool:
-    """True for a folder of diffusers."""
     return (Path(model).expanduser() / "model_index.json").is_file()
 
 
@@ -102,7 +101,6 @@ def _pool(settings: Settings) -> PoolConfig:
 
 
 def _worker_command(settings: Settings) -> list[str]:
-    """The command line of a worker."""
     # -P: a folder named tokenmill in the working directory is not the package.
     command = [sys.executable, "-P", "-m", "tokenmill", "worker-process", "--task=video"]
     return [*command, *settings.flags(WORKER_SETTINGS)]

@@ -48,7 +48,6 @@ PANELS = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     command(app, "video", PANELS, defaults=DEFAULTS)(video)
 
 
@@ -102,7 +101,6 @@ def _request(settings: Settings, checkpoint: WanCheckpoint, text: str) -> Reques
 
 
 def _load(settings: Settings, checkpoint: WanCheckpoint, config: ModelConfig) -> Pipeline:
-    """The model's weights, with a bar."""
     from tokenmill.video.video_ranks import load_ranks
 
     if checkpoint.tokenizer is None:
@@ -113,7 +111,6 @@ def _load(settings: Settings, checkpoint: WanCheckpoint, config: ModelConfig) ->
 
 
 def prompt_ids(checkpoint: WanCheckpoint, text: str) -> list[int]:
-    """Token ids of a prompt for a checkpoint."""
     from tokenmill.text.video_prompts import video_prompt_ids
 
     vocab_size = checkpoint.spec.text.vocab_size
@@ -142,7 +139,6 @@ def _result(output: RequestOutput) -> Video:
 
 
 def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, object]:
-    """What was made, and the seconds of its parts."""
     return {
         "model": pipeline.name,
         "dtype": pipeline.dtype,
@@ -164,7 +160,6 @@ def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, o
 
 
 def sentence(report: dict[str, object]) -> str:
-    """One line for people."""
     seconds = report["seconds"]
     assert isinstance(seconds, dict)
     always = {"load"} if report["offload"] else set[str]()  # what --offload costs

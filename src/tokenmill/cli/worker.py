@@ -35,7 +35,6 @@ JOINING = (JoinOption, *only(POOL, "token-file", "wait-s"), *only(SERVER, "log-l
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     command(app, "worker", {"Joining": JOINING, **ENGINE_PANELS}, positional="model")(worker)
 
 

@@ -49,7 +49,6 @@ JOB_COLUMNS = (
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
     panels = {"Server": ServerAddress, "Output": JsonOption}
     command(app, "status", panels)(status)
     command(app, "scale", {"Workers": only(POOL, *COUNTS), **panels})(scale)
@@ -191,7 +190,6 @@ def notes_of(view: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_workers(view: dict[str, Any]) -> Iterator[str]:
-    """Warnings and failures of workers."""
     for worker in view["workers"]:
         for warning in worker["warnings"]:
             yield f"{worker['name']} warns: {warning}"

@@ -60,8 +60,6 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV cache."""
-
     block_size: int | None = setting(
         None, "Tokens in one block of the KV cache; 16 on CPU, 64 on a GPU.", count(1, 1024)
     )
@@ -132,12 +130,10 @@ class SchedulerConfig:
 
     @property
     def num_seqs(self) -> int:
-        """The limit in force."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def budget(self) -> int:
-        """The tokens of a step in force."""
         given = self.max_num_batched_tokens
         return DEFAULT_BUDGET if given is None else given
 
@@ -363,8 +359,6 @@ PATIENCE = number(0.1, math.inf, "SECONDS")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP front."""
-
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", count(0, 65535))
     fronts: int = setting(1, "API processes that share the port.", count(1, 1024))

@@ -21,7 +21,6 @@ class Cost:
         return self.prefill_s + self.decode_s + self.drafts_s
 
     def add(self, other: Cost) -> None:
-        """Count another cost in."""
         self.prefill_s += other.prefill_s
         self.decode_s += other.decode_s
         self.drafts_s += other.drafts_s
@@ -29,5 +28,4 @@ class Cost:
 
 
 def usd_of(gpu_s: float, price_per_gpu_hour: float) -> float:
-    """The dollars of GPU time."""
     return gpu_s / HOUR_S * price_per_gpu_hour

@@ -64,7 +64,6 @@ class ImageInput:
         return frames * height * width
 
     def num_tokens(self, merge: int) -> int:
-        """Tokens of the prompt that it takes, where merge x merge patches are one."""
         return self.num_patches // merge**2
 
 
@@ -98,7 +97,6 @@ class LoaderStats:
         return sum(self.refused.values())
 
     def add(self, other: LoaderStats) -> None:
-        """Count another loader in."""
         for name in ("num_images", "num_hits", "num_fetched", "num_decoded", "num_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cached_bytes += other.cached_bytes

@@ -261,7 +261,6 @@ class _Reader:
 
 
 def patterns(schema: Any) -> list[str]:
-    """Every regular expression in a schema."""
     found: list[str] = []
     left = [schema]
     while left:

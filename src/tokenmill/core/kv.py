@@ -45,8 +45,6 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class KVWay:
-    """One way to an engine's KV blocks."""
-
     connector: str
     regions: tuple[int, ...]  # where keys and values of each layer begin
     endpoint: bytes  # the connector's own

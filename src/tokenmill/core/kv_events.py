@@ -43,7 +43,6 @@ PackedEvent = tuple[str, list[Hash], Hash | None, list[int], str | None]
 
 
 def pack_events(events: Iterable[Event]) -> list[PackedEvent]:
-    """Events as plain data."""
     return [_pack(event) for event in events]
 
 
@@ -62,7 +61,6 @@ def _kind(kind: str, tier: str) -> str:
 
 
 def unpack_events(packed: Iterable[PackedEvent]) -> list[Event]:
-    """The inverse of pack_events."""
     return [_unpack(*event) for event in packed]
 
 

@@ -50,8 +50,6 @@ NONE_SLIDE = Sliding()
 
 
 class KVGroups(NamedTuple):
-    """Where each layer's KV lies."""
-
     page_layers: int  # layers whose KV a page holds
     places: tuple[int, ...]  # of each layer: its place in a page
     sliding: Sliding

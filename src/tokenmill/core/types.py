@@ -183,8 +183,6 @@ class GrammarVocab:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The values that a sampling parameter may have."""
-
     low: float
     high: float = math.inf
     above: bool = False  # the lowest value is not allowed itself
@@ -377,7 +375,6 @@ class End(NamedTuple):
         scheduled_ns: int = 0,
         cost: Cost | None = None,
     ) -> RequestOutput:
-        """The terminal output."""
         return RequestOutput(
             request_id,
             [],

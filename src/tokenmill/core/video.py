@@ -65,12 +65,10 @@ class VideoParams:
 
     @property
     def rounds_attention(self) -> bool:
-        """True where self-attention is not exact."""
         return self.attention_dtype != "auto"
 
     @property
     def approximations(self) -> list[str]:
-        """The flags by which a video is not exact."""
         named = {
             "--step-cache": self.step_cache > 0.0,
             "--vae-tiles": self.vae_tiles,
@@ -86,8 +84,6 @@ class VideoParams:
 
 @dataclass(frozen=True, slots=True)
 class VideoServerConfig:
-    """The jobs of a server that makes videos."""
-
     video_dir: str | None = setting(
         None, "Folder of video jobs and their files (~/.cache/tokenmill/videos unless given)."
     )

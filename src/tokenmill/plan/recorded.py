@@ -92,7 +92,6 @@ class RunRecord:
     num_gpus: int = 1
 
     def scheduler(self, config: SchedulerConfig, num_blocks: int) -> Scheduler:
-        """An idle scheduler as the recorded one was at the beginning."""
         pool = BlockPool(num_blocks, self.block_size, self.prefix_cache, self.sliding)
         return Scheduler(config, pool, frozenset({STOP}))
 
@@ -122,7 +121,6 @@ class RunRecord:
         )
 
     def next_tokens(self, seq: Sequence, count: int) -> list[int]:
-        """What the request says next."""
         recorded = self.requests[int(seq.request_id)]
         start = len(seq.token_ids) - (seq.token_ids[-1] == PENDING)
         return recorded.tokens(start, start + count, self.block_size, self.known)
@@ -210,8 +208,6 @@ class Reproduction:
 
 
 class Reproducer:
-    """Drives a scheduler with the recorded calls."""
-
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._scheduler = record.scheduler(record.config, record.num_blocks)

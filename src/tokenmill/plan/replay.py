@@ -61,8 +61,6 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """The pool that a trace is replayed on."""
-
     num_workers: int = 8
     num_blocks: int = 16384  # of each worker
     block_size: int = 64
@@ -143,8 +141,6 @@ class SimWorker:
 
 
 class Replay:
-    """One run of a trace."""
-
     def __init__(
         self, trace: Items[TraceRequest], config: ReplayConfig, router: RouterConfig
     ) -> None:
@@ -201,7 +197,6 @@ class Replay:
 
     @property
     def times(self) -> list[RequestTimes]:
-        """The stamps of all requests that have arrived."""
         return list(self._times.values())
 
     def _end_step(self, name: str, now_ns: int) -> None:
@@ -276,7 +271,6 @@ class Replay:
             arrive(now_ns)
 
     def _sums(self) -> list[float]:
-        """Of the steps of all workers."""
         columns = zip(*(worker.sums.values for worker in self._workers.values()), strict=True)
         return [sum(column) for column in columns]
 

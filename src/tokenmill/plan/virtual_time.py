@@ -21,12 +21,10 @@ class VirtualTime:
         return self._planned[0][0] if self._planned else None
 
     def at(self, time_ns: int, name: str, action: Action) -> None:
-        """Plan an action."""
         self._num_planned += 1
         heapq.heappush(self._planned, (time_ns, name, self._num_planned, action))
 
     def run_next(self) -> None:
-        """Take the next action."""
         time_ns, _, _, action = heapq.heappop(self._planned)
         action(time_ns)
 

@@ -79,7 +79,6 @@ class RankCaches:
         return self._journal
 
     def cached_hashes(self) -> list[Hash]:
-        """The hash of every block that a rank has cached on its device."""
         return list(self._tiers[DEVICE])
 
     def tier_hashes(self) -> dict[str, list[Hash]]:

@@ -199,7 +199,6 @@ class KVIndex:
         return hashes
 
     def predict_marks(self, name: str, hashes: list[int], until_s: float) -> None:
-        """As predict(), of marks."""
         bit, predicted = self._workers[name].bit, self._predicted
         for block_hash in hashes:
             predicted[block_hash] = predicted.get(block_hash, 0) | bit

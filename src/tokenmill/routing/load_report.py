@@ -163,7 +163,6 @@ class LoadAccount:
         return True
 
     def report(self) -> LoadReport:
-        """What every front has here now."""
         return LoadReport(self._fronts.copy(), self._shared_tokens)
 
     def _share(self, request: _Request, num_tokens: int) -> None:
@@ -172,7 +171,6 @@ class LoadAccount:
         request.shared_tokens = num_tokens
 
     def _computed(self, request: _Request) -> None:
-        """A prompt is not pending any more."""
         if request.pending:
             request.pending = False
             self._share(request, 0)

@@ -283,7 +283,6 @@ class OtherFronts:
 
     @property
     def rank(self) -> int:
-        """Another one for each front."""
         return self._fronts.index(self.front) if self._fronts else 0
 
     def one_more(self, load: WorkerLoad) -> WorkerLoad:

@@ -28,8 +28,6 @@ class RoutingChoice:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How to choose, and how to explain a choice."""
-
     costs: Callable[[RoutingChoice], list[float]]
     rule: str  # a sentence without its subject, such as "the lowest cost wins"
     term: str = ""  # of a decision, by which workers are compared

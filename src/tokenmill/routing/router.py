@@ -155,7 +155,6 @@ class Router:
 
     @property
     def num_open(self) -> int:
-        """Requests on the account."""
         return len(self._routed)
 
     @property
@@ -324,7 +323,6 @@ class Router:
         return decision
 
     def adopt(self, request_id: str, worker: str, num_tokens: int, queued_tokens: int) -> None:
-        """Put a request on the account of the worker that has it."""
         size = self.config.block_size
         self._put(request_id, _Routed(worker, queued_tokens, size * -(-num_tokens // size)))
 
@@ -388,7 +386,6 @@ class Router:
             self.stepped(name, now_s)
 
     def learn_rates(self, rates: StepRates) -> None:
-        """Workers have shown what their steps cost."""
         self._set_prices(rates)
 
     def _learn_length(self, num_output_tokens: int) -> None:

@@ -84,11 +84,9 @@ class Settings:
         return Settings(self.values | dict(values), self.defaults)
 
     def __ror__(self, values: Mapping[str, Any]) -> Settings:
-        """`values`, where these settings have nothing."""
         return Settings(dict(values) | self.values, self.defaults)
 
     def get(self, key: str) -> Any:
-        """The value of a setting, or its default."""
         return self.values[key] if key in self.values else self.defaults[key]
 
     def build(self, owner: type[Config], **more: Any) -> Config:
@@ -97,7 +95,6 @@ class Settings:
         return owner(**(more | given))
 
     def setup(self) -> Setup:
-        """All that an engine is built from."""
         return Setup(
             self.build(ModelConfig),
             self.build(CacheConfig),

@@ -48,8 +48,6 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """A group whose help looks like that of its commands."""
-
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print usage, text, and the commands in the order in which they were added."""
         commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]

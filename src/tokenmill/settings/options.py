@@ -31,7 +31,6 @@ EPILOG = (
 
 
 def help_of(setting: Setting, defaults: Mapping[str, Any]) -> str:
-    """The setting's help with its choices and its default."""
     notes = []
     if setting.kind.choices:
         notes.append(" | ".join(setting.kind.choices))
@@ -129,7 +128,6 @@ def _with_settings(
 
 
 def all_settings(group: Any) -> list[Setting]:
-    """Those of all commands below a group."""
     found = list(getattr(group.callback, "taken", {}).values())
     for command in getattr(group, "commands", {}).values():
         found += all_settings(command)

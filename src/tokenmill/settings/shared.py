@@ -15,8 +15,6 @@ class JsonOption:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Of a running server."""
-
     url: str | None = setting(None, "URL of the server (http://127.0.0.1:8000).")
     control_token: str | None = setting(
         None, "Its secret for calls that change it; that of the same user's server is found."

@@ -32,7 +32,6 @@ class VllmName:
 
     @property
     def flag(self) -> str:
-        """As vLLM's command line has it."""
         return self.name.replace("_", "-")
 
     def read(self, given: str) -> str | None:

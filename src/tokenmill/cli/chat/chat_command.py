@@ -46,7 +46,6 @@ Source = Callable[[Messages, local.ChatAnswer], Iterator[str]]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
     common = ("system", "image", "url", "api-key", *local.COMMON)
     command(app, "chat", PANELS, positional="model", defaults=DEFAULTS, common=common)(chat)
 

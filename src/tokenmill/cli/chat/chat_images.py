@@ -20,7 +20,6 @@ Messages = list[dict[str, Any]]
 
 
 def image_parts(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Files, or URLs as they are, as the parts of a message."""
     return [{"type": "image_url", "image_url": {"url": _url(file)}} for file in files]
 
 
@@ -67,7 +66,6 @@ class ImagePrompts:
     def encode(
         self, tokenizer: Tokenizer, messages: Messages
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """The tokens of a conversation, and its images."""
         urls: list[str] = []
         marked = [message | {"content": _marked(message["content"], urls)} for message in messages]
         token_ids = tokenizer.encode_chat(marked)

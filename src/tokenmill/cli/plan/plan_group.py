@@ -40,7 +40,6 @@ GROUP_HELP = "Predict and simulate systems that you do not have."
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command group to the app."""
     group = typer.Typer(cls=HelpGroup, no_args_is_help=True, rich_markup_mode="rich")
     group.callback()(_group)
     command(group, "replay", PANELS)(replay)

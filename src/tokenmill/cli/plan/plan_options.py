@@ -138,8 +138,6 @@ class ConfigurationOptions:
 
 @dataclass(frozen=True, slots=True)
 class TableOptions:
-    """Of `plan validate`."""
-
     rows: bool = setting(False, "Print every row, not only the summary.")
     markdown: str | None = setting(None, "Write the table to this Markdown file.")
     efficiencies: str | None = setting(None, "TOML file of `plan calibrate` with efficiencies.")

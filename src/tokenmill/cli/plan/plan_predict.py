@@ -109,7 +109,6 @@ def named_lengths(settings: Settings) -> Lengths:
 
 
 def own_file(settings: Settings, key: str) -> Path | None:
-    """The file that a setting names."""
     path = settings.get(key)
     return Path(path).expanduser() if path else None
 
@@ -120,7 +119,6 @@ def choice_of(settings: Settings, question: Question) -> SearchSpace:
 
 
 def given_choice(settings: Settings, base: SearchSpace) -> SearchSpace:
-    """The choice with what flags and file give."""
     given: dict[str, Any] = {"acceptance": settings.get("acceptance")}
     if settings.get("precision"):
         given["precision"] = settings.get("precision")
@@ -165,7 +163,6 @@ def _origin(report: dict[str, Any]) -> str:
 
 
 def describe(configuration: dict[str, Any]) -> str:
-    """One line for a configuration."""
     line = f"{configuration['replicas']} x {_replica(configuration)}"
     if "prefill" in configuration:
         prefill = configuration["prefill"]

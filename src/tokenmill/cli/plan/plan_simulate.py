@@ -155,7 +155,6 @@ def _asked(settings: Settings) -> tuple[Asked, Demand, tuple[TraceRequest, ...]]
 
 
 def _question(settings: Settings) -> Question | None:
-    """The benchmark, where no model is given."""
     from tokenmill.plan.hardware import find_gpu
     from tokenmill.plan.predict.benchmarks import ROUNDS, find_benchmark
     from tokenmill.plan.predict.prediction import Question
@@ -198,7 +197,6 @@ def _load(
 
 
 def _own_limit(settings: Settings) -> Limit | None:
-    """The limits of a model that no benchmark has."""
     from tokenmill.plan.predict.steady_state import Limit
 
     if settings.get("scenario") == "Offline":

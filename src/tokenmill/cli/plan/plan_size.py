@@ -100,7 +100,6 @@ def size(settings: Settings) -> None:
 
 
 def whose(name: str) -> str:
-    """The software that a plan is made for."""
     if name == "tokenmill":
         return "tokenmill (efficiencies measured on one H200)"
     return f"the software of the best MLPerf submissions of {name}"
@@ -373,7 +372,6 @@ def write_settings(settings: Settings, spec: ModelSpec, best: Size) -> str:
 
 
 def serve_lines(model: str, spec: ModelSpec, best: Size) -> list[str]:
-    """Settings of `serve` in TOML."""
     plan, replica = best.plan, best.plan.replica
     lines = [MARK, *_model_lines(model), *_type_lines(spec, best)]
     if replica.attention_dp > 1:

@@ -37,7 +37,6 @@ class KeyRing:
 
     @property
     def is_needed(self) -> bool:
-        """Calls need a key."""
         return bool(self.accounts)
 
     @property
@@ -46,7 +45,6 @@ class KeyRing:
         return len(set(self.accounts.values())) > 1
 
     def is_control(self, key: str) -> bool:
-        """The key is the control token."""
         return hmac.compare_digest(digest_of(self.salt, key), self.control)
 
     def account_of(self, key: str) -> str | None:

@@ -17,7 +17,6 @@ def positive_int(settings: Settings, key: str) -> int:
 
 
 def count(settings: Settings, key: str) -> int:
-    """Zero or more."""
     value = settings.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ModelLoadError(f"{key}: expected an integer of zero or more, got {value!r}")

@@ -36,7 +36,6 @@ class QuantizationSpec:
     ignored: tuple[str, ...] = ()  # patterns of module names that are stored plain
 
     def describe(self) -> str:
-        """A few words for people."""
         if self.method == MXFP4:
             return "experts in MXFP4"
         unit = "row" if self.kind == "channel" else self.kind
@@ -51,13 +50,11 @@ class QuantizationSpec:
         return ("weight_scale_inv",) if self.block else ("weight_scale", "weight_scale_inv")
 
     def scale_shapes(self, rows: int, columns: int) -> tuple[Shape, ...]:
-        """The shapes that the scales of a matrix may have."""
         if self.block:
             return ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         return ((rows, 1), (rows,)) if self.kind == "channel" else ((1,), (), (1, 1))
 
     def covers(self, modules: list[str]) -> list[str]:
-        """Those of the modules that are not ignored."""
         patterns = [re.compile(pattern) for pattern in self.ignored]
         return [name for name in modules if not any(p.match(name) for p in patterns)]
 

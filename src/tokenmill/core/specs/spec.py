@@ -92,7 +92,6 @@ class ModelSpec:
 
     @property
     def layer_ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary embedding of each layer."""
         local = self.window_rope or self.rope
         return tuple(local if window else self.rope for window in self.layer_windows)
 

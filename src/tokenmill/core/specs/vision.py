@@ -34,7 +34,6 @@ class VisionSpec:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers of a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -61,7 +60,6 @@ class VisionSpec:
         return outer + self.depth * layer + mergers + norms
 
     def encode_flops(self, num_patches: int) -> int:
-        """FLOPs of encoding one image."""
         hidden, merged = self.hidden_size, self.merged_size
         layer = 4 * hidden**2 + 2 * hidden * self.intermediate_size
         attention = 4 * num_patches * hidden

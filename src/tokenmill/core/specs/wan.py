@@ -54,7 +54,6 @@ class WanTransformerSpec:
         return self.head_dim - 2 * side, side, side
 
     def num_block_params(self) -> int:
-        """Weights of all blocks' linears."""
         hidden = self.hidden_size
         return self.num_layers * (8 * hidden**2 + 2 * hidden * self.ffn_dim)
 
@@ -88,7 +87,6 @@ class TextEncoderSpec:
     eps: float = 1e-6
 
     def flops(self, num_tokens: int) -> int:
-        """Of one prompt."""
         inner = self.num_heads * self.head_dim
         params = 4 * self.hidden_size * inner + 3 * self.hidden_size * self.ffn_dim
         return self.num_layers * (2 * num_tokens * params + 4 * num_tokens**2 * inner)
@@ -164,7 +162,6 @@ class WanSpec:
         return side * rows, side * columns
 
     def step_flops(self, grid: tuple[int, int, int], branches: int = 2) -> int:
-        """Of one denoising step."""
         tokens = self.transformer.num_tokens(grid)
         own = self.transformer.linear_flops(tokens) + self.transformer.attention_flops(tokens)
         return branches * own

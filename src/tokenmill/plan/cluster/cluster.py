@@ -28,8 +28,6 @@ EPLB_TOKENS = 16_384  # of the window that a placement is chosen by
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds the steps of a rank."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
 
@@ -70,7 +68,6 @@ class ClusterConfig:
         return StepCost(self.spec, gpu, replica, self.efficiency)
 
     def num_blocks(self, replica: Replica) -> int:
-        """Blocks of the KV cache of a rank."""
         positions = self.cost(replica).max_sequences(1.0) / replica.attention_dp
         page_layers = plan_groups(self.spec.layer_windows).page_layers
         return int(positions / (page_layers * self.block_size))
@@ -83,7 +80,6 @@ class ClusterConfig:
         return StepPrice(self.cost(replica), factor, self.fused, num_racks)
 
     def make_worker(self, place: WorkerPlace) -> Worker:
-        """A worker with empty schedulers."""
         replica = place.replica
         limits = self.prefill_limits if place.role == PREFILL else self.limits
         policy: ContextPolicy = NeverHold()

@@ -39,7 +39,6 @@ class Technique:
 
 
 def rungs_of(config: ClusterConfig, asked: Demand) -> list[Technique]:
-    """The techniques that this system can have, or be without."""
     replica = decoding(config)[0].replica
     rungs = [Technique("fusions", config.fused, replace(config, fused=not config.fused))]
     if replica.attention_dp > 1:

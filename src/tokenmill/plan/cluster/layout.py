@@ -12,8 +12,6 @@ BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """One worker: what it does, how it lies on GPUs, and where."""
-
     name: str
     role: str
     replica: Replica
@@ -30,7 +28,6 @@ class Division:
     prefill_count: int = 0
 
     def times(self, factor: int) -> Division:
-        """So many systems like this one."""
         return replace(self, count=self.count * factor, prefill_count=self.prefill_count * factor)
 
     @property
@@ -41,8 +38,6 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """The workers on their racks."""
-
     gpu: Accelerator
     gpus: int
     racks: int
@@ -68,7 +63,6 @@ def check_racks(gpu: Accelerator, gpus: int, racks: int) -> int:
 
 
 def check_replica(replica: Replica, rack_gpus: int, racks: int, flag: str) -> None:
-    """A replica lies in one rack, or on all GPUs of several."""
     size, total = replica.gpus, rack_gpus * racks
     fits = rack_gpus % size == 0 if size <= rack_gpus else size % rack_gpus == 0
     if fits and total % size == 0:

@@ -13,8 +13,6 @@ Pairs = Sequence[tuple[int, int]]  # (input, output) tokens
 
 
 class Arriving(NamedTuple):
-    """A request that comes."""
-
     after_s: float  # since the begin
     num_prompt: int
     num_output: int
@@ -23,8 +21,6 @@ class Arriving(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """What is asked of a system."""
-
     pairs: Pairs
     num_requests: int  # that are measured
     rate: float | None = None  # requests per second; None: whoever ends is followed by another

@@ -46,7 +46,6 @@ class Rank:
     # What others ask.
 
     def load(self) -> RankLoad:
-        """As Scheduler.load(), now."""
         if self._load is None:
             self._load = self.scheduler.load()
         if self._run is None or not self._lag:
@@ -69,7 +68,6 @@ class Rank:
         return self.scheduler.pool.num_used_tokens + self._grown()
 
     def catch_up(self) -> Scheduler:
-        """The scheduler, with all counted steps taken."""
         if self._lag:
             self.scheduler.skip_decode_steps([TOKEN] * self._lag)
         self._lag, self._run = 0, None
@@ -83,7 +81,6 @@ class Rank:
         return scheduler.take_finished()
 
     def receive(self, seq: Sequence) -> None:
-        """Run a sequence whose KV has come."""
         self.catch_up().receive(seq, TOKEN)
         if not self.scheduler.pool.prefix_cache:
             seq.token_ids = TokenCount(len(seq.token_ids))
@@ -91,7 +88,6 @@ class Rank:
     # A step.
 
     def choose(self, now_ns: int, hold: bool) -> RankWork:
-        """What the rank computes in the step that begins now."""
         if self._run is None and self._skips:
             self._run = self.scheduler.decode_only_run(MOST_STEPS)
         run = self._run

@@ -63,8 +63,6 @@ class Positions:
 
 @dataclass(slots=True)
 class RankWork:
-    """One rank in one step."""
-
     sequences: int = 0  # that decode
     rows: int = 0  # tokens that they compute, drafts included
     decode_seen: int = 0
@@ -113,7 +111,6 @@ class RankWork:
 
 
 def total_work(ranks: list[RankWork]) -> RankWork:
-    """Of all ranks together."""
     return RankWork(
         sum(work.sequences for work in ranks),
         sum(work.rows for work in ranks),

@@ -20,7 +20,6 @@ PREDICTION = (
 def full_report(
     config: ClusterConfig, simulation: Simulation, outcome: SimulationOutcome
 ) -> dict[str, Any]:
-    """Everything that is measured."""
     workers = list(simulation.workers.values())
     return {
         **outcome.report(workers, config.layout.gpus),
@@ -93,7 +92,6 @@ def _network(simulation: Simulation, workers: list[Worker]) -> dict[str, Any]:
 
 
 def describe_workers(places: tuple[WorkerPlace, ...]) -> list[dict[str, Any]]:
-    """So many workers of each kind."""
     kinds: dict[tuple[str, Any], list[WorkerPlace]] = {}
     for place in places:
         kinds.setdefault((place.role, place.replica), []).append(place)

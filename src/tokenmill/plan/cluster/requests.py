@@ -36,8 +36,6 @@ class SimulatedHandover:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request."""
-
     number: int
     num_prompt: int
     num_output: int
@@ -78,7 +76,6 @@ class SimulatedRequest:
         return [OUTPUT_TOKEN + self.number] * self.num_known
 
     def request(self, kv_from: str | None = None) -> Request:
-        """The request as the next worker has to see it."""
         prompt = TokenCount(self.num_prompt) if self.prompt is None else self.prompt
         return Request(
             self.sent_as,
@@ -101,8 +98,6 @@ LEAST_TOKENS = 16  # of a request that still runs, for its time per token to cou
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Counts of a run."""
-
     elapsed_s: float = 0.0
     num_arrived: int = 0
     num_finished: int = 0
@@ -122,7 +117,6 @@ class SimulationOutcome:
         self.ended_entries.append(entry)
 
     def report(self, workers: Iterable[Worker], gpus: int) -> dict[str, Any]:
-        """The figures."""
         there = list(workers)
         tokens = sum(worker.tally.num_output_tokens for worker in there)
         computed = sum(worker.tally.num_prompt_tokens for worker in there)

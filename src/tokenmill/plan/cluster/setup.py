@@ -32,8 +32,6 @@ PREFILL_LIMITS = StepLimits(128, 12_288)  # those of the prefill workers of v6.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A system, and what of its configuration is given."""
-
     spec: ModelSpec
     lengths: Lengths
     gpu: Accelerator

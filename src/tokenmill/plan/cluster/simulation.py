@@ -28,8 +28,6 @@ from tokenmill.routing.suspects import Suspects
 
 @dataclass(slots=True)
 class Moved:
-    """What went one kind of way."""
-
     num_bytes: float = 0.0
     times_ms: list[float] = field(default_factory=list)
 
@@ -231,7 +229,6 @@ class Simulation:
             self._time.at(self._now_ns, worker.name, partial(self._kick, worker.name))
 
     def _kick(self, name: str, now_ns: int) -> None:
-        """Start a step where none runs."""
         if self.workers[name].alive and not self.workers[name].running:
             self._start(name, now_ns)
 

@@ -43,7 +43,6 @@ def decoding(config: ClusterConfig) -> list[WorkerPlace]:
 
 
 def num_ranks(config: ClusterConfig) -> int:
-    """Ranks that decode."""
     return sum(place.replica.attention_dp for place in decoding(config))
 
 
@@ -91,7 +90,6 @@ def _part(
 def simulate(
     config: ClusterConfig, load: SimulatedLoad, faults: tuple[FaultEvent, ...] = ()
 ) -> Report:
-    """One run, and its report."""
     simulation = Simulation(config, load, faults)
     outcome = simulation.run()
     return full_report(config, simulation, outcome)

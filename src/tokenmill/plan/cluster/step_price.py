@@ -25,8 +25,6 @@ UNFUSED_ACTIVATIONS, UNFUSED_CHOICE_US = 2.0, 252 - 15
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """One step."""
-
     seconds: float
     even_s: float  # had every rank the mean work
     inside_s: float  # exchange over the links of a rack, on the fullest rank
@@ -34,8 +32,6 @@ class Priced:
 
 
 class StepPrice:
-    """Prices the steps of one replica."""
-
     def __init__(
         self, cost: StepCost, expert_factor: float = 1.0, fused: bool = True, num_racks: int = 1
     ) -> None:

@@ -18,8 +18,6 @@ from tokenmill.sched.sequence import Sequence
 
 @dataclass(slots=True)
 class Tally:
-    """What a worker's steps were."""
-
     num_steps: int = 0
     num_held: int = 0
     busy_s: float = 0.0
@@ -84,7 +82,6 @@ class Worker:
         self._new[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
-        """Forget a request or its lease."""
         self._new.pop(request_id, None)
         self.watched.discard(request_id)
         rank = self.rank_of.pop(request_id, None)
@@ -94,7 +91,6 @@ class Worker:
             scheduler.take_finished()
 
     def num_tokens_of(self, request_id: str) -> int:
-        """Output tokens of a request so far."""
         rank = self.rank_of.get(request_id)
         return 0 if rank is None else self.ranks[rank].catch_up().num_output_tokens(request_id)
 
@@ -162,7 +158,6 @@ class Worker:
         return outputs
 
     def _report(self, router: Router) -> None:
-        """Tell the router what is cached."""
         if self.publisher is None or self.caches is None or not router.config.events:
             return
         events = self.publisher.take()

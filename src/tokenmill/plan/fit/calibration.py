@@ -80,7 +80,6 @@ SOURCES = {
 
 
 def rows_of(name: str) -> tuple[list[FitRow], list[FitRow]]:
-    """Rows that are fitted on, and those that never are."""
     used: tuple[list[FitRow], list[FitRow]] = ([], [])
     if name == OWN:
         for run in own_runs():
@@ -114,8 +113,6 @@ ROW_SIGMA = 0.05
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTarget:
-    """The system that was measured."""
-
     spec: ModelSpec
     gpu: Accelerator
     gpus: int
@@ -125,8 +122,6 @@ class CalibrationTarget:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The fit and the rows that it rests on."""
-
     fit: Fit
     rows: tuple[FitRow, ...]
 

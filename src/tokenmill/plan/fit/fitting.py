@@ -16,8 +16,6 @@ Predict = Callable[[Efficiency], float]
 
 @dataclass(frozen=True, slots=True)
 class FitRow:
-    """Something measured, and how it is predicted."""
-
     name: str
     measured: float
     predict: Predict
@@ -43,7 +41,6 @@ def _loss(sigmas: float) -> float:
 
 
 def objective(rows: Sequence[FitRow], prior: Prior, efficiency: Efficiency) -> float:
-    """Misfit of the rows and distance from the prior."""
     errors = (log_error(row.predict(efficiency), row.measured) for row in rows)
     total = sum(_loss(error / prior.row_sigma) for error in errors)
     for name, sigma in prior.sigmas.items():

@@ -33,8 +33,6 @@ EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One published row that can be predicted."""
-
     entry: PublishedEntry
     question: Question
     fitted: bool = False
@@ -50,7 +48,6 @@ class Published:
 
 
 def covered_rows() -> list[Published]:
-    """Every closed row that a prediction covers."""
     rows = []
     for entry in read_table():
         plain = entry.benchmark.removesuffix("-99.9").removesuffix("-99")

@@ -22,8 +22,6 @@ BEST, OTHER, OURS = "best published", "other published", "our own"
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One row with its prediction."""
-
     kind: str
     set: str  # the efficiencies
     model: str

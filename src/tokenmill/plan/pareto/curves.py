@@ -69,8 +69,6 @@ class ParetoCase:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One predicted point of a curve."""
-
     per_user: float  # tokens/s that the percentile of users has at least; 0: no limit
     limit: Limit | None
     per_gpu: float  # output tokens/s
@@ -142,7 +140,6 @@ def _too_fast(
 
 
 def point_report(curve: Curve, point: CurvePoint) -> dict[str, Any]:
-    """A point as JSON and CSV have it."""
     low, high = point.interval
     return {
         "tok_s_per_user": round(point.per_user, 2) or None,

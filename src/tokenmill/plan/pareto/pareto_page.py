@@ -26,8 +26,6 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that was drawn, and what was left out."""
-
     case: ParetoCase
     xs: tuple[float, ...]
     curves: tuple[Curve, ...]

@@ -17,8 +17,6 @@ GPT_OSS_OUTPUT = 1309  # what the runs of v6.0 emit at the mean; its distributio
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One language benchmark."""
-
     name: str
     model: str
     limits: dict[str, TokenLimits]

@@ -60,7 +60,6 @@ def precisions_of(spec: ModelSpec, name: str) -> Precision:
 
 
 def known_models() -> dict[str, Path]:
-    """The shipped configs by name."""
     return {file.stem: file for file in sorted(SHAPES.glob("*.json"))}
 
 

@@ -83,7 +83,6 @@ def _fit(name: str, table: dict[str, Any], path: Path) -> Fit:
 
 
 def write_fits(path: Path, fits: dict[str, Fit], note: str) -> None:
-    """A file that load_fits reads."""
     lines = [f"# {line}" for line in note.splitlines()]
     for fit in fits.values():
         lines += ["", f'["{fit.name}"]']

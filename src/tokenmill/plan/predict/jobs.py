@@ -22,8 +22,6 @@ from tokenmill.plan.predict.step_cost import Efficiency
 
 @dataclass(frozen=True, slots=True)
 class JobCost:
-    """Arithmetic of one sample."""
-
     linear_flops: float
     attention_flops: float
     moved_bytes: float  # activations, and weights or embeddings that are read
@@ -33,7 +31,6 @@ class JobCost:
     lengths: Lengths | None = None
 
     def seconds(self, gpu: Accelerator, efficiency: Efficiency) -> dict[str, float]:
-        """Of one GPU, by part."""
         share = efficiency.fp4_products if self.dtype == "fp4" else efficiency.products
         linear = min(gpu.peak(self.dtype), 2 * gpu.peak("fp8")) * share
         attention = gpu.peak("bf16") * efficiency.attention
@@ -97,7 +94,6 @@ JOBS: dict[str, Callable[[Accelerator], JobCost]] = {
 def job_seconds(
     job: JobCost, gpu: Accelerator, gpus: int, efficiency: Efficiency
 ) -> dict[str, float]:
-    """GPU-seconds of a sample, by part."""
     parts = job.seconds(gpu, efficiency)
     if job.lengths is not None:
         system = System(find_model(job.model), gpu, gpus, job.lengths, efficiency)

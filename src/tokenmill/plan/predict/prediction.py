@@ -60,7 +60,6 @@ def predicted_tokens_per_s(question: Question, efficiency: Efficiency) -> float:
 
 
 def predict(question: Question, fit: Fit, choice: SearchSpace | None = None) -> dict[str, Any]:
-    """The prediction as `plan predict` prints it."""
     plan = answer(question, fit.efficiency, choice)
     limit, name = question.limit, question.benchmark.name
     if plan is None:
@@ -103,7 +102,6 @@ def _nearest(question: Question, fit: Fit) -> str:
 
 
 def nearest_limit(system: System, choice: SearchSpace, limit: Limit) -> str:
-    """What would work, in words."""
     for factor in (1.25, 1.5, 2, 3, 5, 10, 20, 50, 100):
         wider = Limit(limit.ttft_s * factor, limit.tpot_s * factor, limit.percentile)
         if search(system, choice, wider) is not None:
@@ -130,7 +128,6 @@ def interval(value: float, fit: Fit) -> list[float]:
 
 
 def configuration(plan: Plan) -> dict[str, Any]:
-    """How the system is divided."""
     found = {"replicas": plan.replicas, **_replica(plan.replica)}
     found["sequences_per_gpu"] = round(plan.operation.sequences / plan.replica.gpus, 1)
     if plan.prefill is not None:

@@ -53,8 +53,6 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is to be run on what."""
-
     spec: ModelSpec
     gpu: Accelerator
     gpus: int
@@ -74,8 +72,6 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One configuration of a system, and what it does."""
-
     replica: Replica
     replicas: int  # that decode; all of them where nothing is disaggregated
     prefill: Replica | None

@@ -35,7 +35,6 @@ def what_if(system: System, choice: SearchSpace, traffic: Traffic, size: Size) -
 
 
 def pinned(choice: SearchSpace, size: Size) -> SearchSpace:
-    """The configuration of a size, given."""
     replica = size.plan.replica
     return replace(
         choice,
@@ -68,7 +67,6 @@ def _outcome(case: SizeCase, gpus: int, choice: SearchSpace, traffic: Traffic) -
 
 
 def case_words(case: dict[str, Any]) -> str:
-    """One outcome in words."""
     note = f" ({case['note']})" if "note" in case else ""
     if case.get("why"):
         return f"takes no requests{note}: {case['why']}"

@@ -29,8 +29,6 @@ PREFILL_COUNTS = 512
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is asked for."""
-
     rate: float  # requests per second
     limit: Limit
     price_per_gpu_hour: float
@@ -38,8 +36,6 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A system that takes the traffic."""
-
     plan: Plan
     most: float  # requests per second that it takes within the limits
     precision: str
@@ -168,7 +164,6 @@ def prices(system: System, traffic: Traffic, size: Size, choice: SearchSpace) ->
 
 
 def describe(system: System, choice: SearchSpace, traffic: Traffic, size: Size) -> dict[str, Any]:
-    """One size as the report has it."""
     plan, mean = size.plan, system.lengths.mean_output
     return {
         "gpus": size.gpus,

@@ -48,14 +48,11 @@ class Limit:
 
     @property
     def sigmas(self) -> float:
-        """Of a normal distribution."""
         return _normal_quantile(self.percentile / 100)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One replica at a steady rate."""
-
     requests_per_s: float
     sequences: float
     tpot_s: float  # mean

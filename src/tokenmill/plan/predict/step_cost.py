@@ -130,7 +130,6 @@ class StepCost:
         )
 
     def step_s(self, work: Work) -> float:
-        """The whole step."""
         return sum(self.parts(work).values())
 
     def parts(self, work: Work) -> dict[str, float]:
@@ -221,7 +220,6 @@ class StepCost:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one GPU."""
         spec, precision = self.spec, self.replica.precision
         total = self._others * precision.num_bytes("others") + 2 * self._head * BF16_BYTES
         if spec.moe:
