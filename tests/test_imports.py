@@ -103,8 +103,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         *("proxy/proxy_metrics", "bench/client/scrape"),
     ),
     "msgspec": (
-        *("api/", "workers/", "proxy/", "bench/client/records", "bench/results/"),
-        *("bench/mlperf/loadgen_tests", "bench/report/", "demo"),
+        *("api/", "workers/", "proxy/", "bench/", "demo"),
         *("engine_events/wire", "engine/ranks/"),
     ),
     "httptools": ("http_connection", "api/connection"),

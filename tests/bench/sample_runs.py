@@ -13,22 +13,22 @@ from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import Price, summarize_point
 from tokenmill.bench.results.mlperf_reports import MlperfReport
-from tokenmill.bench.results.reports import Facts
+from tokenmill.bench.results.reports import AuditReport, EndpointReport, Facts
 from tokenmill.core.metrics import RequestTimes, Slo
 
 NUM_TOKENS = 20
 HOSTILE = '<script>document.title="owned"</script><img src=x onerror=alert(1)> & "quoted"'
 CLIENT_WARNING = "a client process was busy 97% of the time: the client may be the limit"
 
-FACTS: Facts = {
-    "format": 1,
-    "benchmark": "endpoint",
-    "started_at": "2026-11-15T10:00:00+00:00",
-    "ended_at": "2026-11-15T10:01:00+00:00",
-    "software": {"tokenmill": "0.1.0", "python": "3.11.7", "numpy": "2.4.6"},
-    "hardware": {"cpu": "A CPU", "num_cores": 2, "memory_bytes": 8 * 2**30, "gpus": []},
-    "configuration": {"num-requests": 40, "concurrency": [1, 4], "ignore-eos": True},
-}
+FACTS = Facts(
+    format=1,
+    benchmark="endpoint",
+    started_at="2026-11-15T10:00:00+00:00",
+    ended_at="2026-11-15T10:01:00+00:00",
+    software={"tokenmill": "0.1.0", "python": "3.11.7", "numpy": "2.4.6"},
+    hardware={"cpu": "A CPU", "num_cores": 2, "memory_bytes": 8 * 2**30, "gpus": []},
+    configuration={"num-requests": 40, "concurrency": [1, 4], "ignore-eos": True},
+)
 
 
 def page_data(text: str) -> Any:
@@ -64,8 +64,8 @@ def records(point: int, concurrency: int, count: int, *, fails: bool = False) ->
     return found
 
 
-def audit_of(warnings: list[str]) -> dict[str, Any]:
-    return {
+def audit_of(warnings: list[str]) -> AuditReport:
+    report = {
         "num_processes": 1,
         "scheduled": False,
         "lag_ms": {"mean": 0.1, "p50": 0.08, "p90": 0.2, "p99": 0.4, "max": 1.1},
@@ -76,6 +76,7 @@ def audit_of(warnings: list[str]) -> dict[str, Any]:
         "warnings": warnings,
         "client_limited": bool(warnings),
     }
+    return msgspec.convert(report, AuditReport)
 
 
 def endpoint_run(
@@ -87,26 +88,24 @@ def endpoint_run(
     price: Price | None = None,
     warnings: tuple[str, ...] = (),
     stream: bool = True,
-) -> tuple[dict[str, Any], list[LoadRecord]]:
+) -> tuple[EndpointReport, list[LoadRecord]]:
     """A report as `bench endpoint` makes it, and its records."""
     every, points = [], []
     for index, concurrency in enumerate(concurrencies):
         found = records(index, concurrency, count, fails=fails)
         load = ClientLoad(concurrency=concurrency, num_sessions=count)
         point = summarize_point(load, found, stream=stream, slo=slo, price=price)
-        points.append(point | {"audit": audit_of(list(warnings))})
+        point.audit = audit_of(list(warnings))
+        points.append(point)
         every += found
-    report = {
-        "benchmark": "endpoint",
-        "url": "http://127.0.0.1:8000/v1/chat/completions",
-        "model": "sample-8b",
-        "api": "chat",
-        "stream": stream,
-        "interrupted": False,
-        "points": points,
-        "config": {},
-        "settings": {},
-    }
+    report = EndpointReport(
+        benchmark="endpoint",
+        url="http://127.0.0.1:8000/v1/chat/completions",
+        model="sample-8b",
+        api="chat",
+        stream=stream,
+        points=points,
+    )
     return report, every
 
 

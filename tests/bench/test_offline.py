@@ -12,6 +12,7 @@ from tokenmill.bench.offline import (
     with_ceiling,
 )
 from tokenmill.bench.options import BenchConfig
+from tokenmill.bench.results.reports import as_json
 from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, make_cells, make_prompts
 from tokenmill.core.config import SchedulerConfig
@@ -77,16 +78,15 @@ def test_every_round_has_prompts_of_its_own_after_a_warm_up() -> None:
 def test_report_of_a_cell() -> None:
     times = RequestTimes(0, first_ns=10**9, last_ns=4 * 10**9, num_first_tokens=1, num_tokens=4)
     cell = Cell.equal("single", 1, 10, 4)
-    report = cell_report(
-        cell, [CellRun(4.0, [times]), CellRun(2.0, [times]), CellRun(8.0, [times])]
-    )
+    found = cell_report(cell, [CellRun(4.0, [times]), CellRun(2.0, [times]), CellRun(8.0, [times])])
+    report = as_json(found)
     assert report["tok_s"] == report["output_tok_s"] == 1.0
     assert report["tok_s_runs"] == [1.0, 2.0, 0.5]
     assert report["total_tok_s"] == 3.5
     assert report["ttft_ms"]["p50"] == 1000.0 and report["tpot_ms"]["p99"] == 1000.0
-    prefill = cell_report(Cell.equal("prefill", 1, 2048, 1), [CellRun(2.0)])
+    prefill = as_json(cell_report(Cell.equal("prefill", 1, 2048, 1), [CellRun(2.0)]))
     assert prefill["tok_s"] == 1024.0 and "ttft_ms" not in prefill
     roof = Roofline(flops=8.0, bytes_read=30.0, num_steps=3, serial_s=2.0, overlap_s=1.0)
-    full = with_ceiling(report, cell, roof, PeakRates({"int8": 10.0}, 100.0, 1), "int8")
-    assert full["ceiling_tok_s"] == 2.0 and full["overlap_ceiling_tok_s"] == 4.0
-    assert (full["share_of_ceiling"], full["mfu"], full["mbu"]) == (0.5, 0.2, 0.075)
+    full = with_ceiling(found, cell, roof, PeakRates({"int8": 10.0}, 100.0, 1), "int8")
+    assert full.ceiling_tok_s == 2.0 and full.overlap_ceiling_tok_s == 4.0
+    assert (full.share_of_ceiling, full.mfu, full.mbu) == (0.5, 0.2, 0.075)

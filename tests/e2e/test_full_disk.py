@@ -156,6 +156,6 @@ def test_a_measurement_names_another_folder(disk: Path, model: Path, tmp_path: P
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["points"][0]["num_completed"] == 2
     (folder,) = tmp_path.glob("tokenmill-result-*")
-    assert json.loads((folder / "summary.json").read_text()) == report and verify(folder)["ok"]
+    assert json.loads((folder / "summary.json").read_text()) == report and verify(folder).ok
     said = done.stderr.replace("\n", "")
     assert "results: No space left on device" in said and f"the result is in {folder}" in said

@@ -72,7 +72,7 @@ def test_quick_offline_on_the_default_model(
     assert page["notices"][0]["title"] == "Not a valid submission"
     charts = page["sections"][0]["blocks"][1]["charts"]
     assert charts[0]["title"] == "TTFT distribution"
-    assert verify(results)["ok"]
+    assert verify(results).ok
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.options import BenchConfig, EndpointConfig
 from tokenmill.bench.results.mooncake import read_trace
-from tokenmill.bench.results.reports import PromptsReport
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.settings import Settings, SettingsError
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.datasets import Dataset, Synthetic
     from tokenmill.bench.client.records import Endpoint
+    from tokenmill.bench.results.reports import PromptsReport
 
 Count = Callable[[str], int]
 
@@ -144,12 +144,14 @@ class PromptSource:
 
     def report(self) -> PromptsReport:
         """For the JSON line."""
-        return {
-            "seed": self.seed,
-            "seed_drawn": self.is_drawn,
-            "same_at_every_point": self.same,
-            "salt": self.salt or None,
-        }
+        from tokenmill.bench.results.reports import PromptsReport
+
+        return PromptsReport(
+            seed=self.seed,
+            seed_drawn=self.is_drawn,
+            same_at_every_point=self.same,
+            salt=self.salt or None,
+        )
 
 
 def make_target(settings: Settings, config: EndpointConfig) -> Endpoint:

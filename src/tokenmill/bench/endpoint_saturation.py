@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenmill import console
 from tokenmill.bench.options import EndpointConfig
-from tokenmill.bench.results.reports import PointReport, SaturationReport
 from tokenmill.core.metrics import Slo
 from tokenmill.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.saturation import Probe, SearchGoal
+    from tokenmill.bench.results.reports import PointReport, SaturationReport
 
 RAMP_SHARE = 0.1  # of a point: users who all begin at once are a burst of prompts, not a load
 START = 4  # users; a knee is looked for from one user on
@@ -53,6 +53,7 @@ def search_saturation(
     """Run points until the load is found; `base` bounds each of them."""
     from tokenmill.bench.client.saturation import Interrupted, find_saturation
     from tokenmill.bench.client.summary import rounded
+    from tokenmill.bench.results.reports import SaturationReport
 
     share = None if bench.slo is None else config.slo_percentile / 100
     goal = _goal(base, config, share, by_rate)
@@ -64,14 +65,13 @@ def search_saturation(
         return to_probe(load, point)
 
     outcome = find_saturation(probe, goal)
-    report = {
-        "by": "rate" if by_rate else "concurrency",
-        "criterion": "throughput" if share is None else "goodput",
-        "required_share": share,
-        **outcome.report(),
-    }
-    found: SaturationReport = rounded(report)
-    return found
+    report = SaturationReport(
+        by="rate" if by_rate else "concurrency",
+        criterion="throughput" if share is None else "goodput",
+        required_share=share,
+        **outcome.fields(),
+    )
+    return rounded(report)
 
 
 def _goal(
@@ -99,9 +99,9 @@ def _load(base: ClientLoad, load: float, by_rate: bool) -> ClientLoad:
 
 def note_client(saturation: SaturationReport, points: Sequence[PointReport]) -> None:
     """Mark the search as limited by the client if an audit at the found load says so."""
-    decisive = (saturation["found"], saturation["above"])
-    saturation["client_limited"] |= any(
-        point["audit"]["client_limited"] for point in points if point[saturation["by"]] in decisive
+    decisive = (saturation.found, saturation.above)
+    saturation.client_limited |= any(
+        point.audit.client_limited for point in points if getattr(point, saturation.by) in decisive
     )
 
 
@@ -109,25 +109,25 @@ def to_probe(load: float, point: PointReport) -> Probe:
     """The figures that the search decides by."""
     from tokenmill.bench.client.saturation import Probe
 
-    answered = point["num_completed"] + point["num_failed"]
-    good = point.get("goodput", {}).get("num_good", point["num_completed"])
-    limited = point["audit"]["client_limited"]
-    return Probe(load, point["output_tok_s"], max(answered, 1), good, limited)
+    answered = point.num_completed + point.num_failed
+    good = point.goodput.num_good if point.goodput else point.num_completed
+    limited = point.audit.client_limited
+    return Probe(load, point.output_tok_s, max(answered, 1), good, limited)
 
 
 def print_saturation(report: SaturationReport) -> None:
     """What was found, and why the search ended."""
-    found, by = report["found"], report["by"]
+    found, by = report.found, report.by
     unit = "requests/s" if by == "rate" else "users at once"
-    if report["criterion"] == "goodput":
-        share = 100 * (report["required_share"] or 0.0)
+    if report.criterion == "goodput":
+        share = 100 * (report.required_share or 0.0)
         what = f"at least {share:.4g} % of the requests keep the limits"
     else:
         what = "the knee of throughput"
     shown = "nothing" if found is None else f"{found:g} {unit}"
-    console.out.print(f"saturation: {shown} ({what}); {report['stopped']}", markup=False)
-    for doubt in report.get("doubts", ()):
+    console.out.print(f"saturation: {shown} ({what}); {report.stopped}", markup=False)
+    for doubt in report.doubts or ():
         console.out.print(f"warning: {doubt}", markup=False)
-    if report["client_limited"]:
+    if report.client_limited:
         text = "warning: the client may have been the limit there: the server may take more load"
         console.out.print(text, markup=False)

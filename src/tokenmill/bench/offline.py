@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenmill.bench.options import BenchConfig
-from tokenmill.bench.results.reports import CellReport
 from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
 from tokenmill.core.metrics import RequestTimes, summarize
 from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.bench.results.reports import CellReport
 
 WARMUP_ROUND = -1
 OURS = "tokenmill"
@@ -110,23 +113,25 @@ def measure(
 
 def cell_report(cell: Cell, runs: Sequence[CellRun]) -> CellReport:
     """Figures of one cell; the median run counts."""
+    from tokenmill.bench.results.reports import CellReport
+
     seconds = statistics.median(run.seconds for run in runs)
     times = [t for run in runs for t in run.times]
     num_tokens = cell.num_input_tokens + cell.num_output_tokens
     rates = [round(cell.num_counted_tokens / run.seconds, 2) for run in runs]
-    report: CellReport = {
-        "tok_s": round(cell.num_counted_tokens / seconds, 2),
-        "tok_s_runs": rates,
-        "output_tok_s": round(cell.num_output_tokens / seconds, 2),
-        "total_tok_s": round(num_tokens / seconds, 2),
-        "seconds": round(seconds, 4),
-        "num_prompts": cell.num_prompts,
-        "num_input_tokens": cell.num_input_tokens,
-        "num_output_tokens": cell.num_output_tokens,
-    }
+    report = CellReport(
+        tok_s=round(cell.num_counted_tokens / seconds, 2),
+        tok_s_runs=rates,
+        output_tok_s=round(cell.num_output_tokens / seconds, 2),
+        total_tok_s=round(num_tokens / seconds, 2),
+        seconds=round(seconds, 4),
+        num_prompts=cell.num_prompts,
+        num_input_tokens=cell.num_input_tokens,
+        num_output_tokens=cell.num_output_tokens,
+    )
     if times:
-        report["ttft_ms"] = summarize((t.ttft_ms for t in times), 2)
-        report["tpot_ms"] = summarize((t.tpot_ms for t in times), 2)
+        report.ttft_ms = summarize((t.ttft_ms for t in times), 2)
+        report.tpot_ms = summarize((t.tpot_ms for t in times), 2)
     return report
 
 
@@ -141,14 +146,17 @@ def with_ceiling(
     report: CellReport, cell: Cell, roof: Roofline, machine: PeakRates, dtype: str
 ) -> CellReport:
     """Add both bounds of the cell, and how near to the serial one the report is."""
-    seconds = report["seconds"]
-    return report | {
-        "ceiling_tok_s": round(cell.num_counted_tokens / roof.serial_s, 2),
-        "overlap_ceiling_tok_s": round(cell.num_counted_tokens / roof.overlap_s, 2),
-        "share_of_ceiling": round(roof.serial_s / seconds, 3),
-        "mfu": round(roof.flops / seconds / machine.flops_per_s(dtype), 3),
-        "mbu": round(roof.bytes_read / seconds / machine.read_bytes_per_s, 3),
-    }
+    from msgspec.structs import replace
+
+    seconds = report.seconds
+    return replace(
+        report,
+        ceiling_tok_s=round(cell.num_counted_tokens / roof.serial_s, 2),
+        overlap_ceiling_tok_s=round(cell.num_counted_tokens / roof.overlap_s, 2),
+        share_of_ceiling=round(roof.serial_s / seconds, 3),
+        mfu=round(roof.flops / seconds / machine.flops_per_s(dtype), 3),
+        mbu=round(roof.bytes_read / seconds / machine.read_bytes_per_s, 3),
+    )
 
 
 def peak_rss_mib() -> float:

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,13 @@ from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.connections import Client, route_url
 from tokenmill.bench.client.records import Endpoint, LoadRecord, SseError, SseScanner, request_body
 from tokenmill.bench.client.summary import summarize_point, times_of, usage_fault
+from tokenmill.bench.results.reports import as_json
 from tokenmill.bench.workload import BenchError
 from tokenmill.http_connection import ConnectionPool
+
+
+def summarized(*args: Any, **options: Any) -> dict[str, Any]:
+    return as_json(summarize_point(*args, **options))
 
 
 def ask(server: ScriptedServer, model: str, times: int = 1, **fields: object) -> list[LoadRecord]:
@@ -68,7 +74,7 @@ def test_stamps_are_those_of_the_server(server: ScriptedServer) -> None:
         assert len(record.gaps_ns) == NUM_TOKENS - 1
         assert sum(record.gaps_ns) == record.last_ns - record.first_ns
     assert statistics.median(errors_ms) < 5
-    point = summarize_point(ClientLoad(concurrency=1, num_sessions=12), records)
+    point = summarized(ClientLoad(concurrency=1, num_sessions=12), records)
     assert point["tpot_ms"]["p50"] >= NEXT_S * 1e3 - 1
     assert point["num_output_tokens"] == 12 * NUM_TOKENS and point["num_prompt_tokens"] == 12 * 7
     assert point["errors"] == {} and point["doubts"] == {}
@@ -100,7 +106,7 @@ def test_misbehaviour_has_its_class(
     records = ask(server, model, 2)
     assert [record.error for record in records] == [error] * 2
     assert detail in records[0].detail
-    point = summarize_point(ClientLoad(concurrency=1, num_sessions=2), records)
+    point = summarized(ClientLoad(concurrency=1, num_sessions=2), records)
     assert point["errors"] == {error: {"count": 2, "first": records[0].detail}}
     assert point["num_completed"] == 0 and point["ttft_ms"] == {}
 
@@ -130,7 +136,7 @@ def test_nobody_listens(server: ScriptedServer) -> None:
 def test_a_lie_about_usage_moves_no_rate(
     server: ScriptedServer, model: str, doubt: str, tokens: int
 ) -> None:
-    point = summarize_point(ClientLoad(concurrency=1, num_sessions=1), ask(server, model))
+    point = summarized(ClientLoad(concurrency=1, num_sessions=1), ask(server, model))
     assert point["doubts"][doubt]["count"] == 1
     assert point["num_output_tokens"] == tokens and point["errors"] == {}
 
@@ -142,7 +148,7 @@ def test_a_tokenizer_is_believed_over_usage(server: ScriptedServer) -> None:
     assert usage_fault(record) is None
     record.counted_tokens = 3 * NUM_TOKENS
     assert usage_fault(record) is not None
-    point = summarize_point(ClientLoad(concurrency=1, num_sessions=1), [record])
+    point = summarized(ClientLoad(concurrency=1, num_sessions=1), [record])
     assert point["num_output_tokens"] == 3 * NUM_TOKENS
 
 
@@ -159,9 +165,9 @@ def test_faults_of_a_stream_that_is_answered_are_doubts(server: ScriptedServer) 
     for model, doubt in {**names, "lies-double": "tokens_per_output"}.items():
         stall_s = PAUSE_S / 2 if model == "pauses" else 60.0
         load = ClientLoad(concurrency=1, num_sessions=1)
-        point = summarize_point(load, ask(server, model), stall_s=stall_s)
+        point = summarized(load, ask(server, model), stall_s=stall_s)
         assert set(point["doubts"]) == {doubt} and point["num_completed"] == 1, model
-    assert summarize_point(load, ask(server, "ok"), stall_s=60.0)["doubts"] == {}
+    assert summarized(load, ask(server, "ok"), stall_s=60.0)["doubts"] == {}
 
 
 def test_coalesced_chunks_have_both_tpots(server: ScriptedServer) -> None:
@@ -188,7 +194,7 @@ def test_a_connection_that_went_stale_is_replaced(server: ScriptedServer) -> Non
 def test_not_streamed(server: ScriptedServer) -> None:
     (record,) = ask(server, "ok", stream=False)
     assert record.error is None and record.num_outputs == 1
-    point = summarize_point(ClientLoad(concurrency=1, num_sessions=1), [record], stream=False)
+    point = summarized(ClientLoad(concurrency=1, num_sessions=1), [record], stream=False)
     assert "ttft_ms" not in point and point["e2e_ms"]["p50"] >= FIRST_S * 1e3 - 1
     assert point["num_output_tokens"] == NUM_TOKENS
 

@@ -68,7 +68,7 @@ def test_sweep_with_files(
     assert "Throughput against interactivity" in (tmp_path / "results/report.html").read_text()
     assert {"summary.csv", "events.csv", "manifest.json"} <= set(os.listdir(tmp_path / "results"))
     assert report["settings"]["input-len"] == 128 and "concurrency" not in report["settings"]
-    assert verify(tmp_path / "results")["ok"]
+    assert verify(tmp_path / "results").ok
     assert sorted(event["session"] for event in events) == sorted([*range(6)] * 2)
 
 
@@ -272,7 +272,7 @@ def test_interrupt_reports_what_has_finished(
     events = (tmp_path / "out/events.jsonl").read_text().splitlines()
     assert len(events) == point["num_completed"] + point["num_unfinished"]
     assert "Interrupted" in (tmp_path / "out/report.html").read_text()
-    assert verify(tmp_path / "out")["ok"]
+    assert verify(tmp_path / "out").ok
 
 
 def test_failures_beyond_a_share_are_the_exit_status(
@@ -288,7 +288,7 @@ def test_failures_beyond_a_share_are_the_exit_status(
         captured = capsys.readouterr()
         report = json.loads(captured.out.splitlines()[-1])
         assert report["points"][0]["num_failed"] == 2
-        assert verify(tmp_path / folder)["ok"]  # the files are there
+        assert verify(tmp_path / folder).ok  # the files are there
         told = "error: 2 of 8 requests failed at concurrency 1, more than --max-error-rate "
         assert (told in captured.err) == bool(status)
         assert ("http_500: broken: http500" in captured.err) == bool(status)

@@ -32,6 +32,7 @@ from tokenmill.bench.client.prefix_hits import (
 )
 from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.results.mooncake import TraceRequest
+from tokenmill.bench.results.reports import HitsReport, PointReport
 
 pytestmark = pytest.mark.usefixtures("clean_folder")
 SYSTEM = "You are a helpful assistant that answers in one short sentence and never asks back. " * 3
@@ -167,8 +168,8 @@ def test_given_prompts_explain_what_they_have_in_common() -> None:
     assert explained_tokens(plain, records, warm) == pytest.approx([0, 160, 320, 320])
     assert explained_tokens(salted, records, warm) == pytest.approx([0, 160, 0, 160])
     hits = prefix_hits(salted, records, warm)
-    assert hits is not None and hits["share"] == pytest.approx(300 / 320)
-    assert hits["num_unexplained"] == 4 and set(hit_doubts(hits)) == {UNEXPLAINED}
+    assert hits is not None and hits.share == pytest.approx(300 / 320)
+    assert hits.num_unexplained == 4 and set(hit_doubts(hits)) == {UNEXPLAINED}
 
 
 def test_tokens_of_images_are_no_part_of_the_template() -> None:
@@ -186,10 +187,10 @@ def test_who_tells_of_hits() -> None:
     data = Synthetic(((90, 5),))
     silent = [record(i, 100, None) for i in range(3)]
     by_server = prefix_hits(data, silent, (), 0.5)
-    assert by_server is not None and by_server["by"] == "server" and by_server["share"] == 0.5
-    assert hit_doubts(by_server)[UNEXPLAINED]["count"] == 1
+    assert by_server is not None and by_server.by == "server" and by_server.share == 0.5
+    assert hit_doubts(by_server)[UNEXPLAINED].count == 1
     nobody = prefix_hits(data, silent)
-    assert nobody is not None and nobody["share"] is None and hit_doubts(nobody) == {}
+    assert nobody is not None and nobody.share is None and hit_doubts(nobody) == {}
     assert prefix_hits(data, [replace_tokens(record(0, 1))]) is None
 
 
@@ -198,17 +199,17 @@ def replace_tokens(found: LoadRecord) -> LoadRecord:
     return found
 
 
-def point(load: str, share: float, explained: float) -> dict[str, Any]:
-    hits = {"share": share, "explained": explained}
-    return {"load": load, "prefix_hits": hits, "doubts": {}}
+def point(load: str, share: float, explained: float) -> PointReport:
+    hits = HitsReport(share=share, explained=explained, by=None, num_unexplained=None)
+    return PointReport(load=load, num_completed=1, prefix_hits=hits)
 
 
 def test_points_with_different_hits_are_doubted() -> None:
     points = [point("a", 0.1, 0.12), point("b", 0.88, 0.9), point("c", 0.5, 0.12)]
     note_differences(points)
     note_differences(points)
-    assert [set(p["doubts"]) for p in points] == [set(), set(), {DIFFER}]
-    text = points[2]["doubts"][DIFFER]["first"]
+    assert [set(p.doubts) for p in points] == [set(), set(), {DIFFER}]
+    text = points[2].doubts[DIFFER].first
     assert "50%" in text and "10% at a" in text
 
 

@@ -108,7 +108,7 @@ def test_interrupt_and_client_are_told() -> None:
 
     outcome = find_saturation(measure, SearchGoal(0.9, 1))
     assert outcome.found == 4 and outcome.stopped == "interrupted" and outcome.client_limited
-    assert outcome.report()["tried"][-1]["client_limited"] is True
+    assert outcome.fields()["tried"][-1].client_limited is True
     outcome = find_saturation(measure, SearchGoal(None, 8))
     assert outcome.found is None and outcome.tried == {}
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bench.scripted_server import ScriptedServer, scripted_server
 from tokenmill.api.telemetry.prometheus import ServerMetrics
@@ -21,6 +22,7 @@ from tokenmill.bench.client.scrape import (
     server_report,
 )
 from tokenmill.bench.report.tables import server_table
+from tokenmill.bench.results.reports import Occurrence, PointReport, ServerReport, as_json
 from tokenmill.core.metrics import RequestTimes
 from tokenmill.core.types import EngineStats
 from tokenmill.workers.pool_view import PoolView
@@ -81,14 +83,14 @@ def test_vllm() -> None:
 
 
 def test_sglang() -> None:
-    report = server_report([{}, read_exposition(SGLANG, "q")])
+    report = reported([{}, read_exposition(SGLANG, "q")])
     assert report["num_requests"] == 4 and report["num_output_tokens"] == 40
     assert report["prefix_hit_rate"] == 0.25 and report["peak_kv_cache_usage"] == 0.28
 
 
 def test_ours_over_a_point() -> None:
     readings = [read_exposition(text, "m") for text in (ours(2), ours(3, running=4), ours(6))]
-    report = server_report(readings)
+    report = reported(readings)
     assert report["num_readings"] == 3
     assert report["num_requests"] == 4 and report["num_output_tokens"] == 4 * 6
     assert report["num_prompt_tokens"] == 4 * 30
@@ -108,11 +110,14 @@ tokenmill_mtp_drafted_tokens_total{{model_name="m",position="2"}} {runs - 4}
         for runs, first, second in ((10, 6, 2), (30, 18, 10))
     ]
     readings = [read_exposition(text, "m") for text in texts]
-    report = server_report(readings)
+    report = reported(readings)
     assert report["acceptance_length"] == 1 + 20 / 20
     assert report["acceptance_positions"] == [12 / 20, 8 / 20]
-    assert server_table([{"load": "1", "server": report}])[1].count("60% 40%") == 1
-    assert server_report([{}, {}])["acceptance_length"] is None
+    assert (
+        server_table([replace(point(0, 0), server=server_report(readings))])[1].count("60% 40%")
+        == 1
+    )
+    assert reported([{}, {}])["acceptance_length"] is None
     theirs = read_exposition(
         """vllm:spec_decode_num_drafts_total{model_name="m"} 10
 vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 9
@@ -120,26 +125,35 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 
 vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 3
 """
     )
-    assert server_report([{}, theirs])["acceptance_positions"] == [0.6, 0.3]
+    assert reported([{}, theirs])["acceptance_positions"] == [0.6, 0.3]
 
 
-def point(tokens: int, requests: int) -> dict[str, Any]:
-    return {"num_output_tokens": tokens, "num_completed": requests}
+def reported(*args: Any) -> dict[str, Any]:
+    return as_json(server_report(*args))
+
+
+def point(tokens: int, requests: int) -> PointReport:
+    return PointReport(load="x", num_output_tokens=tokens, num_completed=requests)
+
+
+def counts(tokens: int | None, requests: int | None) -> ServerReport:
+    nothing = server_report([{}, {}])
+    return replace(nothing, num_output_tokens=tokens, num_requests=requests)
 
 
 def test_disagreement_is_a_doubt() -> None:
-    server = {"num_output_tokens": 1000, "num_requests": 10}
+    server = counts(1000, 10)
     assert server_doubts(server, point(1000, 10), []) == {}
     assert server_doubts(server, point(995, 10), []) == {}
     found = server_doubts(server, point(900, 9), [])
     assert set(found) == {TOKENS_DIFFER, REQUESTS_DIFFER}
     text = "the server generated 1,000 tokens, 900 came here: does somebody else use it?"
-    assert found[TOKENS_DIFFER] == {"count": 1, "first": text}
+    assert found[TOKENS_DIFFER] == Occurrence(first=text)
     assert set(server_doubts(server, point(1100, 10), [])) == {TOKENS_DIFFER}
     cut = LoadRecord(0, 0, 0, max_tokens=100, num_outputs=3, error="cancelled")
     assert server_doubts(server, point(930, 9), [cut]) == {}
-    assert set(server_doubts({**server, "num_output_tokens": -5}, point(9, 9), [])) == {RESTARTED}
-    unknown = {"num_output_tokens": None, "num_requests": None}
+    assert set(server_doubts(counts(-5, 10), point(9, 9), [])) == {RESTARTED}
+    unknown = counts(None, None)
     assert server_doubts(unknown, point(9, 9), []) == {}
 
 
@@ -147,11 +161,11 @@ def test_a_gauge_that_nobody_saw_is_unknown() -> None:
     idle = {"num_requests": 0.0, "running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0}
     after = idle | {"num_requests": 4.0}
     busy = idle | {"running": 3.0}
-    short = server_report([idle, after], 0)  # nothing was read while it ran
+    short = reported([idle, after], 0)  # nothing was read while it ran
     assert short["peak_running"] is None and short["num_readings_during"] == 0
-    assert server_report([idle, idle, after], 1)["peak_running"] is None
-    assert server_report([idle, busy, after], 1)["peak_running"] == 3.0
-    assert server_report([idle, idle], 0)["num_requests"] == 0
+    assert reported([idle, idle, after], 1)["peak_running"] is None
+    assert reported([idle, busy, after], 1)["peak_running"] == 3.0
+    assert reported([idle, idle], 0)["num_requests"] == 0
 
 
 def test_the_first_readings_come_soon() -> None:
@@ -179,7 +193,7 @@ def test_scraper_reads_while_a_point_runs() -> None:
         server.num_finished = 3
         readings = one.end()
         assert one.fault is None and len(readings) >= 2
-        assert server_report(readings)["num_requests"] == 3
+        assert reported(readings)["num_requests"] == 3
         other = scraper(server, server.url + "/models")
         other.begin()
         assert other.fault is not None and other.fault.endswith("no metric that is known")

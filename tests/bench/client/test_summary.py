@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.audit import warnings
 from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import Price, parse_slo, summarize_point
+from tokenmill.bench.results.reports import AuditReport, PointReport, as_json
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import Slo
 
 MS = 1_000_000
 LOAD = ClientLoad(concurrency=2, num_sessions=10)
+
+
+def summarized(*args: Any, **options: Any) -> dict[str, Any]:
+    return as_json(summarize_point(*args, **options))
 
 
 def record(sent_ms: int, ttft_ms: int, gap_ms: int, tokens: int, **more: Any) -> LoadRecord:
@@ -46,7 +52,7 @@ def test_a_point_by_hand() -> None:
         LoadRecord(3, 0, 0, sent_ns=1000 * MS, error="cancelled"),
     ]
     slo, price = Slo(ttft_ms=500, tpot_ms=50), Price(2, 3.0)
-    point = summarize_point(LOAD, records, slo=slo, price=price)
+    point = summarized(LOAD, records, slo=slo, price=price)
     assert (point["num_completed"], point["num_failed"], point["num_unfinished"]) == (2, 1, 1)
     assert point["seconds"] == 2.0
     assert (point["request_s"], point["output_tok_s"], point["total_tok_s"]) == (1.0, 16.0, 26.0)
@@ -66,29 +72,29 @@ def test_a_point_by_hand() -> None:
 def test_published_price() -> None:
     """250,634 tok/s on 72 GPUs at $3.76 is $0.30 per million."""
     one = record(0, 1000, 0, 250_634, gaps_ns=[], first_ns=0, last_ns=1000 * MS)
-    point = summarize_point(LOAD, [one], price=Price(72, 3.76))
+    point = summarized(LOAD, [one], price=Price(72, 3.76))
     assert point["output_tok_s"] == 250_634
     assert round(point["price"]["usd_per_million_output"], 2) == 0.30
 
 
 def test_open_loads_also_count_from_the_schedule() -> None:
     load = ClientLoad(rate=1.0, num_sessions=1)
-    point = summarize_point(load, [record(1000, 100, 10, 5)])
+    point = summarized(load, [record(1000, 100, 10, 5)])
     assert point["ttft_ms"]["p50"] == 100.0 and point["ttft_from_schedule_ms"]["p50"] == 101.0
-    assert "ttft_from_schedule_ms" not in summarize_point(LOAD, [record(1000, 100, 10, 5)])
+    assert "ttft_from_schedule_ms" not in summarized(LOAD, [record(1000, 100, 10, 5)])
 
 
 def test_several_tokens_in_an_output() -> None:
     """12 tokens in 3 outputs 40 ms apart: 8 tokens in 80 ms."""
     one = record(0, 10, 40, 3, completion_tokens=12, total_tokens=22)
-    point = summarize_point(LOAD, [one])
+    point = summarized(LOAD, [one])
     assert point["tpot_ms"]["p50"] == 10.0 and point["itl_ms"]["p50"] == 40.0
     assert point["tokens_per_output"] == 4.0
     assert point["tpot_n1_ms"]["p50"] == pytest.approx(80 / 11, abs=1e-4)  # LoadGen's rule
 
 
 def test_one_token_an_output_has_one_tpot() -> None:
-    point = summarize_point(LOAD, [record(0, 10, 40, 3), record(0, 10, 7, 9)])
+    point = summarized(LOAD, [record(0, 10, 40, 3), record(0, 10, 7, 9)])
     assert point["tpot_ms"] | point["tpot_n1_ms"] == point["tpot_ms"]
 
 
@@ -109,7 +115,7 @@ def usage(outputs: int, tokens: int, size: int, **more: Any) -> LoadRecord:
     ],
 )
 def test_a_usage_that_counts_double_is_doubted(records: list[LoadRecord], count: int) -> None:
-    doubts = summarize_point(LOAD, records)["doubts"]
+    doubts = summarized(LOAD, records)["doubts"]
     assert doubts.get("tokens_per_output", {"count": 0})["count"] == count
 
 
@@ -120,15 +126,15 @@ def test_streams_that_pause_or_do_not_end_are_doubted() -> None:
         record(0, 10, 10, 5, finish_reason=None),
         record(0, 9000, 10, 5),  # slow to begin, which is TTFT's matter
     ]
-    doubts = summarize_point(LOAD, records)["doubts"]
+    doubts = summarized(LOAD, records)["doubts"]
     counts = {name: entry["count"] for name, entry in doubts.items()}
     assert counts == {"stalled": 1, "no_done": 1, "no_finish_reason": 1}
     assert doubts["stalled"]["first"] == "the stream paused for 5.0 s between two outputs"
-    assert "stalled" not in summarize_point(LOAD, records, stall_s=6)["doubts"]
+    assert "stalled" not in summarized(LOAD, records, stall_s=6)["doubts"]
 
 
 def test_nothing_at_all() -> None:
-    point = summarize_point(LOAD, [], slo=Slo(ttft_ms=1), price=Price(1, 1.0))
+    point = summarized(LOAD, [], slo=Slo(ttft_ms=1), price=Price(1, 1.0))
     assert point["request_s"] == 0.0 and point["price"]["usd_per_million_output"] is None
     assert point["goodput"]["good_share"] == 0.0
 
@@ -147,15 +153,16 @@ def test_bad_slo_texts(text: str) -> None:
     assert parse_slo([]) is None
 
 
-def audit_of(**changes: Any) -> dict[str, Any]:
+def audit_of(**changes: Any) -> AuditReport:
     floor = {"request_s": 1000.0, "outputs_s": 10_000.0, "latency_ms": {"p50": 0.1}}
     report = {"lag_ms": {"p99": 1.0}, "cpu_share": 0.2, "max_stall_ms": 5.0, "floor": floor}
-    return report | {"scheduled": True} | changes
+    counts = {"num_processes": 1, "num_stalls": 0, "scheduled": True}
+    return msgspec.convert(report | counts | changes, AuditReport)
 
 
-def point_of(**changes: Any) -> dict[str, Any]:
+def point_of(**changes: Any) -> PointReport:
     point = {"request_s": 50.0, "outputs_s": 500.0, "ttft_ms": {"p50": 50.0}, "e2e_ms": {}}
-    return point | changes
+    return msgspec.convert(point | {"load": "x", "num_completed": 1} | changes, PointReport)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +176,7 @@ def point_of(**changes: Any) -> dict[str, Any]:
         (audit_of(), point_of(ttft_ms={"p50": 0.5}), "the client's own part is 0.10 ms"),
     ],
 )
-def test_each_sign_of_a_slow_client(
-    report: dict[str, Any], point: dict[str, Any], text: str
-) -> None:
+def test_each_sign_of_a_slow_client(report: AuditReport, point: PointReport, text: str) -> None:
     (found,) = warnings(report, point)
     assert text in found
 

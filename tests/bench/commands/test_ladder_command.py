@@ -24,6 +24,7 @@ from tokenmill.bench.commands.ladder import (
 )
 from tokenmill.bench.report.page import render
 from tokenmill.bench.report.table_pages import check_page, ladder_page
+from tokenmill.bench.results.reports import CellReport, as_json
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import usd_per_million_tokens
 from tokenmill.settings import CACHE, EXECUTION, MODEL, by_key, read_value
@@ -36,11 +37,21 @@ def names(features: set[str]) -> list[str]:
     return [rung.name for rung in RUNGS if not missing(rung, features)]
 
 
-def figures(tok_s: float) -> dict[str, float]:
-    return {"tok_s": tok_s, "ceiling_tok_s": 400.0, "share_of_ceiling": tok_s / 400} | {
-        "mfu": 0.5,
-        "mbu": 0.25,
-    }
+def figures(tok_s: float) -> CellReport:
+    return CellReport(
+        tok_s=tok_s,
+        tok_s_runs=[tok_s],
+        output_tok_s=tok_s,
+        total_tok_s=tok_s,
+        seconds=1.0,
+        num_prompts=1,
+        num_input_tokens=1,
+        num_output_tokens=1,
+        ceiling_tok_s=400.0,
+        share_of_ceiling=tok_s / 400,
+        mfu=0.5,
+        mbu=0.25,
+    )
 
 
 def test_rungs_of_each_device() -> None:
@@ -118,10 +129,10 @@ def test_rows_compare_with_the_last_and_the_first_that_ran() -> None:
         RungAttempt(BY_KEY["fp8"], figures(300)),
     ]
     rows = ladder_rows(attempts, usd_per_hour=3.6)
-    assert [row.get("speedup") for row in rows] == [1.0, None, None, 1.5, 2.0]
-    assert [row.get("cumulative") for row in rows] == [1.0, None, None, 1.5, 3.0]
-    assert rows[0]["usd_per_million"] == 10.0 and rows[4]["share_of_ceiling"] == 0.75
-    assert rows[1]["error"] == "boom" and rows[2]["skipped"] == "needs a GPU"
+    assert [row.speedup or None for row in rows] == [1.0, None, None, 1.5, 2.0]
+    assert [row.cumulative or None for row in rows] == [1.0, None, None, 1.5, 3.0]
+    assert rows[0].usd_per_million == 10.0 and rows[4].share_of_ceiling == 0.75
+    assert rows[1].error == "boom" and rows[2].skipped == "needs a GPU"
 
 
 def script(folder: Path, code: str) -> list[str]:
@@ -133,7 +144,7 @@ def script(folder: Path, code: str) -> list[str]:
 def test_a_rung_is_a_process_with_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = {"cells": {"batch": {"tokenmill": figures(7)}}}
+    report = {"cells": {"batch": {"tokenmill": as_json(figures(7))}}}
     code = f"import sys; print('half', file=sys.stderr); print({json.dumps(json.dumps(report))})"
     attempt = run_rung(RUNGS[0], script(tmp_path, code))
     assert attempt == RungAttempt(RUNGS[0], figures(7))

@@ -139,7 +139,8 @@ def run(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     report["metric"] = msgspec.to_builtins(report["metric"])
     if "url" in options:
         tally = sut.tally
-        return report | {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
+        told = {"errors": tally.errors, "doubts": tally.doubts, "failed": tally.num_failed}
+        return report | msgspec.to_builtins(told)
     return report | {
         "issued": sorted({prompt[0] for prompt in engine.prompts}),
         "engine_late_ms": summarize(engine.late_ms),

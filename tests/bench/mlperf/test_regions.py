@@ -11,6 +11,7 @@ from tokenmill.bench.mlperf.regions import (
     official_metrics,
     pareto_front,
 )
+from tokenmill.bench.results.reports import PointReport
 from tokenmill.bench.workload import BenchError
 
 # (C_max, C_min) -> the last concurrency of low and of medium, as the rules' reference has them.
@@ -61,11 +62,12 @@ def test_bad_points(given: tuple[int, int, int], message: str) -> None:
 
 def test_durations_and_official_metrics() -> None:
     assert (min_duration_s(1), min_duration_s(32), min_duration_s(33)) == (600, 600, 1200)
-    point = {"output_tok_s": 900.0, "tpot_ms": {"p90": 20.0}, "ttft_ms": {"p90": 75.0}}
+    point = PointReport(load="x", num_completed=1)
+    point.output_tok_s, point.tpot_ms, point.ttft_ms = 900.0, {"p90": 20.0}, {"p90": 75.0}
     found = official_metrics(point)
     assert found["tps_per_user"] == 50 and found["system_tps"] == 900
     assert found["ttft_p90_ms"] == 75
-    nothing = official_metrics({"output_tok_s": 0.0, "tpot_ms": {}, "ttft_ms": {}})
+    nothing = official_metrics(PointReport(load="x", num_completed=0))
     assert nothing["tps_per_user"] is None
 
 

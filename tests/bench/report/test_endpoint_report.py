@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bench.sample_runs import (
     CLIENT_WARNING,
@@ -32,6 +33,7 @@ from tokenmill.bench.report.tables import events_csv, latency_table, points_tabl
 from tokenmill.bench.report.timeline import Windows, counted, in_flight, spread
 from tokenmill.bench.results.manifest import verify
 from tokenmill.bench.results.mlperf_reports import GateReport, PeakRun
+from tokenmill.bench.results.reports import Occurrence, as_json
 from tokenmill.core.metrics import Slo
 
 MAX_PAGE = 1_000_000
@@ -110,12 +112,12 @@ def test_windows() -> None:
 def test_page_of_one_point_has_its_figures() -> None:
     slo, price = Slo(ttft_ms=60, tpot_ms=20), Price(8, 3.0)
     report, records = endpoint_run((8,), 90, slo=slo, price=price)
-    text, (point,) = page_text(report, records), report["points"]
+    text, (point,) = page_text(report, records), report.points
     for value in (
-        charts.short(point["output_tok_s"]),
-        charts.short(point["ttft_ms"]["p50"]),
-        f"{point['goodput']['good_share']:.1%}",
-        f"${point['price']['usd_per_million_output']:,.3f}",
+        charts.short(point.output_tok_s),
+        charts.short(point.ttft_ms["p50"]),
+        f"{point.goodput.good_share:.1%}",
+        f"${point.price.usd_per_million_output:,.3f}",
         "No request failed.",
         "No sign that the client was the limit.",
         "2026-11-15 10:00:00 UTC",
@@ -131,8 +133,8 @@ def test_page_of_one_point_has_its_figures() -> None:
 def test_failures_warnings_and_doubts_are_on_top() -> None:
     report, records = endpoint_run((4,), 45, fails=True, warnings=(CLIENT_WARNING,))
     records[0].completion_tokens = None
-    report["points"][0]["doubts"] = {"usage_missing": {"count": 1, "first": "no usage"}}
-    report["interrupted"] = True
+    report.points[0].doubts = {"usage_missing": Occurrence(first="no usage")}
+    report.interrupted = True
     text = render(endpoint_page(report, records, FACTS))
     top = str(page_data(text)["notices"])
     for words in ("5 of 45 requests failed", CLIENT_WARNING, "usage_missing", "Interrupted"):
@@ -143,17 +145,17 @@ def test_failures_warnings_and_doubts_are_on_top() -> None:
 
 def test_every_text_is_escaped() -> None:
     report, records = endpoint_run((2,), 12)
-    report["model"] = report["url"] = HOSTILE
-    report["points"][0]["finish_reasons"] = {HOSTILE: 3}
-    text = render(endpoint_page(report, records, FACTS | {"configuration": {HOSTILE: HOSTILE}}))
+    report.model = report.url = HOSTILE
+    report.points[0].finish_reasons = {HOSTILE: 3}
+    text = render(endpoint_page(report, records, replace(FACTS, configuration={HOSTILE: HOSTILE})))
     assert text.count("<script") == 1 and "<img" not in text
 
 
 def test_sweep_has_a_frontier() -> None:
     report, records = endpoint_run((1, 4, 16), 48)
     assert "Throughput against interactivity" in page_text(report, records)
-    points = report["points"]
-    points[1]["output_tok_s"] = points[0]["output_tok_s"] / 2  # beaten by both neighbours
+    points = report.points
+    points[1].output_tok_s = points[0].output_tok_s / 2  # beaten by both neighbours
     chart = pareto(points)
     dots, frontier = chart.series
     known = [value for value in frontier.values if value is not None]
@@ -173,26 +175,26 @@ def test_percentiles_of_few_requests_are_marked(capsys: pytest.CaptureFixture[st
     caution = "p99 needs 100 values: End to end has 9, TTFT has 9, TPOT has 9"
     assert "Percentiles marked * stand on too few requests" in text and caution in text
     assert "closed loop, concurrency 3" in text
-    row = next(row for row in latency_table(report["points"][0]) if row[0] == "TTFT")
+    row = next(row for row in latency_table(report.points[0]) if row[0] == "TTFT")
     assert [cell.endswith("*") for cell in row] == [False, False, False, True, True, False, False]
-    print_points(report["points"])
+    print_points(report.points)
     shown = capsys.readouterr().out
     assert caution in shown
     enough, records = endpoint_run((3,), 100)
-    assert not enough["points"][0]["too_few"] and "too few" not in page_text(enough, records)
+    assert not enough.points[0].too_few and "too few" not in page_text(enough, records)
 
 
 def test_a_label_has_one_value_wherever_it_stands() -> None:
     for concurrencies in ((4,), (1, 4)):
         report, records = endpoint_run(concurrencies, 20)
         page = endpoint_page(report, records, FACTS)
-        best = max(point["tok_s_user"] for point in report["points"])
+        best = max(point.tok_s_user for point in report.points)
         tiles = [tile.value for tile in page.tiles if tile.unit == "tok/s/user"]
-        head, *rows = points_table(report["points"])
+        head, *rows = points_table(report.points)
         assert tiles == [charts.short(best)]
         assert f"{best:,.2f}" in [row[head.index("tok/s/user")] for row in rows]
-        for point in report["points"]:
-            assert official_metrics(point)["tps_per_user"] == pytest.approx(point["tok_s_user"])
+        for point in report.points:
+            assert official_metrics(point)["tps_per_user"] == pytest.approx(point.tok_s_user)
 
 
 def test_nothing_answered_is_a_page_too() -> None:
@@ -202,8 +204,9 @@ def test_nothing_answered_is_a_page_too() -> None:
         for record in records:
             record.error, record.first_ns, record.num_outputs = "connect", 0, 0
         report, _ = endpoint_run(concurrencies, 0, **options)
-        for point in report["points"]:
-            point |= {"num_failed": 4, "errors": {"connect": {"count": 4, "first": "refused"}}}
+        for point in report.points:
+            point.num_failed = 4
+            point.errors = {"connect": Occurrence(count=4, first="refused")}
         assert "100.0%" in page_text(report, records)
 
 
@@ -248,10 +251,10 @@ def test_a_sweep_of_twenty_points_stays_small() -> None:
 def test_csv_has_the_figures_of_the_summary() -> None:
     report, records = endpoint_run((1, 4), 18, fails=True)
     records[0].finish_reason = "=HYPERLINK(1)"
-    rows = list(csv.DictReader(io.StringIO(summary_csv(report["points"]))))
+    rows = list(csv.DictReader(io.StringIO(summary_csv(report.points))))
     assert [row["load"] for row in rows] == ["concurrency 1", "concurrency 4"]
-    assert float(rows[1]["ttft_ms_p90"]) == pytest.approx(report["points"][1]["ttft_ms"]["p90"])
-    events = list(csv.DictReader(io.StringIO(events_csv(report["points"], records, True))))
+    assert float(rows[1]["ttft_ms_p90"]) == pytest.approx(report.points[1].ttft_ms["p90"])
+    events = list(csv.DictReader(io.StringIO(events_csv(report.points, records, True))))
     assert len(events) == 36 and events[0]["finish_reason"] == "'=HYPERLINK(1)"
     assert float(events[0]["ttft_ms"]) == pytest.approx(
         (records[0].first_ns - records[0].sent_ns) / 1e6, abs=1e-5
@@ -264,10 +267,10 @@ def test_csv_has_the_figures_of_the_summary() -> None:
 def test_a_result_folder_verifies(tmp_path: Path) -> None:
     report, records = endpoint_run((2,), 12)
     write_result(tmp_path, report, records, FACTS)
-    assert json.loads((tmp_path / "summary.json").read_text()) == report
+    assert json.loads((tmp_path / "summary.json").read_text()) == as_json(report)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 12
     found = verify(tmp_path)
-    assert found["ok"] and found["num_files"] == 5
+    assert found.ok and found.num_files == 5
 
 
 def test_mlperf_page_says_what_it_is() -> None:

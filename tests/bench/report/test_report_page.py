@@ -32,13 +32,25 @@ from tokenmill.bench.report.page import (
     Whisker,
     render,
 )
+from tokenmill.bench.results.reports import ServerReport
 from tokenmill.core.metrics import Slo
 
-SERVER = {
-    **{"num_requests": 60, "num_output_tokens": 123_456, "peak_running": 16, "peak_waiting": 3},
-    **{"peak_kv_cache_usage": 0.5, "prefix_hit_rate": 0.1, "ttft_mean_ms": 12_345.6},
-    **{"acceptance_length": 2.2, "acceptance_positions": [0.9, 0.8, 0.7]},
-}
+SERVER = ServerReport(
+    num_readings=3,
+    num_readings_during=2,
+    num_requests=60,
+    num_output_tokens=123_456,
+    num_prompt_tokens=None,
+    num_preemptions=None,
+    peak_running=16,
+    peak_waiting=3,
+    peak_kv_cache_usage=0.5,
+    prefix_hit_rate=0.1,
+    acceptance_length=2.2,
+    acceptance_positions=[0.9, 0.8, 0.7],
+    ttft_mean_ms=12_345.6,
+    queue_mean_ms=None,
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +66,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     single = endpoint_run((8,), 90, slo=slo, price=price)
     sweep = endpoint_run((1, 4, 16), 60, fails=True, warnings=(CLIENT_WARNING,))
     full = endpoint_run((1, 4, 16, 256), 60, slo=slo, price=price)
-    for point in full[0]["points"]:
-        point["server"] = SERVER
+    for point in full[0].points:
+        point.server = SERVER
     texts = {
         "single": render(endpoint_page(*single, FACTS)),
         "sweep": render(endpoint_page(*sweep, FACTS)),

@@ -20,6 +20,7 @@ from tokenmill.bench.report.page import Notice, Table, Whisker, render
 from tokenmill.bench.report.table_pages import comparison_page
 from tokenmill.bench.results.comparison import MIXED, UNLIKE, WORSE, compare
 from tokenmill.bench.results.reading import read_round
+from tokenmill.bench.results.reports import as_json
 from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import summarize
@@ -67,7 +68,7 @@ def write_result(folder: Path, seed: int, ttft_ms: float, **config: Any) -> Path
     price = Price(config["gpus"], config["price_per_gpu_hour"]) if "gpus" in config else None
     point = summarize_point(ClientLoad(concurrency=4, num_sessions=400), records, price=price)
     summary = {"benchmark": "endpoint", "url": "http://x", "model": "m", "stream": True}
-    summary |= {"interrupted": False, "points": [point], "config": config}
+    summary |= {"interrupted": False, "points": [as_json(point)], "config": config}
     (folder / "summary.json").write_text(json.dumps(summary))
     write_records(folder / "events.jsonl", records)
     return folder
@@ -79,8 +80,7 @@ def row(comparison: dict[str, Any], metric: str, point: int = 0) -> dict[str, An
 
 
 def compared(*rounds: ToolResult, threshold: float = 0.05) -> dict[str, Any]:
-    found: dict[str, Any] = compare(rounds, threshold)["comparisons"][0]
-    return found
+    return as_json(compare(rounds, threshold).comparisons[0])
 
 
 def test_pure_noise_is_called_noise(tmp_path: Path) -> None:
@@ -373,7 +373,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["a", "a", "--html", "no/x.html"], "there is no folder no"),
         (["a", "text"], "text: is not a JSON object; bench compare reads tokenmill bench"),
         (["a", "unknown"], "unknown: is not a result of a known tool; bench compare reads"),
-        (["a", "broken"], "broken: looks like a result but is broken: KeyError 'points'"),
+        (
+            ["a", "broken"],
+            "broken: looks like a result but is broken: ValidationError Object missing required",
+        ),
         (["a", "empty"], "empty: has none of summary.json"),
         (["a", "nothing"], "nothing: the result has no figures"),
     ],

@@ -69,13 +69,13 @@ def test_what_does_not_exist_is_said(arguments: dict[str, Any], message: str) ->
 def test_places_by_hand() -> None:
     entries = choose(TABLE, "deepseek-r1", "Server")
     first = place(entries, Ours(2 * 8064.0, 2))
-    assert (first["rank"], first["of"]) == (1, 27) and first["share_of_best"] == 1.0
+    assert (first.rank, first.of) == (1, 27) and first.share_of_best == 1.0
     gb300 = place(entries, Ours(209_328.0, 72))
-    assert gb300["share_of_best"] == pytest.approx(1 / 2.77, abs=0.001)
+    assert gb300.share_of_best == pytest.approx(1 / 2.77, abs=0.001)
     with pytest.raises(BenchError, match="--gpus"):
         place(entries, Ours(1.0, None))
     stream = place(choose(TABLE, "wan-2.2-t2v-a14b", "SingleStream"), Ours(30.0, None))
-    assert (stream["rank"], stream["per_accelerator"]) == (6, None)
+    assert (stream.rank, stream.per_accelerator) == (6, None)
 
 
 def test_a_round_is_placed_with_what_must_be_said() -> None:

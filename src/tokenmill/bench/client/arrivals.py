@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,9 +53,8 @@ class ClientLoad:
         return f"{self.arrival}{burst} {self.rate:g}/s" if self.rate else "burst"
 
 
-def as_run(config: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def as_run(config: Mapping[str, Any], slots: Sequence[int | None]) -> dict[str, Any]:
     """The settings of a run without those that had no effect, such as arrivals in a closed loop."""
-    slots = [point["concurrency"] for point in points]
     if not slots or None in slots:
         return dict(config)
     held = {name: v for name, v in config.items() if name not in ("arrival", "burst_size")}

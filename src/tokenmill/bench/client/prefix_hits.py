@@ -36,12 +36,12 @@ def prefix_hits(
         hits > most + MARGIN * (r.prompt_tokens or 0)
         for r, hits, most in zip(whole, cached, explained, strict=True)
     )
-    return {
-        "share": sum(cached) / total if by_usage else server_share,
-        "explained": sum(explained) / total,
-        "by": "usage" if by_usage else "server" if server_share is not None else None,
-        "num_unexplained": over if by_usage else None,
-    }
+    return HitsReport(
+        share=sum(cached) / total if by_usage else server_share,
+        explained=sum(explained) / total,
+        by="usage" if by_usage else "server" if server_share is not None else None,
+        num_unexplained=over if by_usage else None,
+    )
 
 
 def explained_tokens(
@@ -133,40 +133,40 @@ def _shared(dataset: Dataset, session: int, seen: set[int]) -> float:
 
 def hit_doubts(hits: HitsReport | None) -> dict[str, Occurrence]:
     """A doubt where there were more hits than the data explain."""
-    if hits is None or hits["share"] is None or hits["share"] <= hits["explained"] + MARGIN:
+    if hits is None or hits.share is None or hits.share <= hits.explained + MARGIN:
         return {}
     text = (
-        f"{hits['share']:.0%} of the prompt tokens were hits in the server's prefix cache; the "
-        f"data of this point explain {hits['explained']:.0%}: the server had seen these prompts"
+        f"{hits.share:.0%} of the prompt tokens were hits in the server's prefix cache; the "
+        f"data of this point explain {hits.explained:.0%}: the server had seen these prompts"
     )
-    return {UNEXPLAINED: {"count": hits["num_unexplained"] or 1, "first": text}}
+    return {UNEXPLAINED: Occurrence(count=hits.num_unexplained or 1, first=text)}
 
 
 def note_differences(points: Sequence[PointReport]) -> None:
     """Add a doubt to every point with more hits than the point with the fewest."""
     known = [
-        (hits["share"], hits["explained"], point)
+        (hits.share, hits.explained, point)
         for point in points
-        if (hits := point.get("prefix_hits")) and hits["share"] is not None
+        if (hits := point.prefix_hits) and hits.share is not None
     ]
     if not known:
         return
     least, explained, first = min(known, key=lambda one: one[0])
     for share, own, point in known:
-        point["doubts"].pop(DIFFER, None)
+        point.doubts.pop(DIFFER, None)
         if share - least > APART and share - least - (own - explained) > APART:
             text = (
-                f"prefix-cache hits of {share:.0%} here and of {least:.0%} at {first['load']}: the "
+                f"prefix-cache hits of {share:.0%} here and of {least:.0%} at {first.load}: the "
                 "cache, not the load alone, makes the difference between these points"
             )
-            point["doubts"][DIFFER] = {"count": 1, "first": text}
+            point.doubts[DIFFER] = Occurrence(first=text)
 
 
 def hit_sentences(points: Sequence[PointReport]) -> list[str]:
     """The doubts about hits of all points, a sentence each."""
     return [
-        f"{point['load']}: {point['doubts'][name]['first']}"
+        f"{point.load}: {point.doubts[name].first}"
         for point in points
         for name in CLASSES
-        if name in point["doubts"]
+        if name in point.doubts
     ]

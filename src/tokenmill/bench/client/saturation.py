@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from tokenmill.bench.results.reports import OutcomeReport
+from tokenmill.bench.results.reports import TriedLoad
 
 TOLERANCE = 0.05  # width of the bracket of a limit, as a share of the load
 KNEE = 0.05  # throughput that may be left on the table
@@ -79,23 +80,24 @@ class SearchOutcome:
     client_limited: bool  # where the server's limit should have been
     tried: dict[float, Tried]
 
-    def report(self) -> OutcomeReport:
-        """For the JSON line."""
+    def fields(self) -> dict[str, Any]:
+        """Those of a SaturationReport."""
+        tried = [
+            TriedLoad(
+                load=load,
+                num_points=len(tried.probes),
+                output_tok_s=tried.tok_s,
+                good_share=tried.good_share,
+                client_limited=tried.client_limited,
+            )
+            for load, tried in sorted(self.tried.items())
+        ]
         return {
             "found": self.found,
             "above": self.above,
             "stopped": self.stopped,
             "client_limited": self.client_limited,
-            "tried": [
-                {
-                    "load": load,
-                    "num_points": len(tried.probes),
-                    "output_tok_s": tried.tok_s,
-                    "good_share": tried.good_share,
-                    "client_limited": tried.client_limited,
-                }
-                for load, tried in sorted(self.tried.items())
-            ],
+            "tried": tried,
         }
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 from tokenmill.bench.client.connections import call_once
@@ -234,7 +234,7 @@ def server_report(readings: Sequence[Reading], num_during: int | None = None) ->
     peaks = {name: max((r[name] for r in during if name in r), default=None) for name in _GAUGES}
     if not peaks["running"] and grown("num_requests"):
         peaks = dict.fromkeys(_GAUGES)
-    report: Any = {
+    report: dict[str, Any] = {
         "num_readings": len(readings),
         "num_readings_during": len(during),
         **{name: None if value is None else round(value) for name, value in counts.items()},
@@ -250,7 +250,7 @@ def server_report(readings: Sequence[Reading], num_during: int | None = None) ->
         "ttft_mean_ms": in_ms("ttft"),
         "queue_mean_ms": in_ms("queue"),
     }
-    return cast(ServerReport, report)
+    return ServerReport(**report)
 
 
 def server_doubts(
@@ -261,25 +261,25 @@ def server_doubts(
     What was cut off or failed may have cost the server tokens that never came.
     """
     broken = [record for record in records if record.error is not None]
-    tokens, requests = server["num_output_tokens"], server["num_requests"]
+    tokens, requests = server.num_output_tokens, server.num_requests
     if min(tokens or 0, requests or 0) < 0:
         return _doubt(RESTARTED, "the server's counters went backwards during the point")
     doubts: dict[str, Occurrence] = {}
     if tokens is not None:
-        least = point["num_output_tokens"]
+        least = point.num_output_tokens
         most = least + sum(max(r.num_outputs, r.max_tokens or 0) for r in broken)
         if not least * (1 - TOLERANCE) <= tokens <= most * (1 + TOLERANCE):
             text = f"the server generated {tokens:,} tokens, {least:,} came here"
             doubts |= _doubt(TOKENS_DIFFER, text)
     if requests is not None:
-        done = point["num_completed"]
+        done = point.num_completed
         if not done <= requests <= done + len(broken):
             text = f"the server finished {requests:,} requests, {done:,} were answered here"
             doubts |= _doubt(REQUESTS_DIFFER, text)
-    if doubts and (tokens or 0) > point["num_output_tokens"]:
-        next(iter(doubts.values()))["first"] += ": does somebody else use it?"
+    if doubts and (tokens or 0) > point.num_output_tokens:
+        next(iter(doubts.values())).first += ": does somebody else use it?"
     return doubts
 
 
 def _doubt(name: str, text: str) -> dict[str, Occurrence]:
-    return {name: {"count": 1, "first": text}}
+    return {name: Occurrence(first=text)}

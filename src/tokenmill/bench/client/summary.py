@@ -6,7 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from tokenmill.bench.client.arrivals import ClientLoad
 from tokenmill.bench.client.connections import CANCELLED
@@ -30,6 +32,7 @@ from tokenmill.core.metrics import (
     usd_per_million_tokens,
 )
 
+T = TypeVar("T")
 Partial = dict[str, Any]  # some of the fields of a point
 
 USAGE_MISSING, USAGE_INCONSISTENT, EMPTY = "usage_missing", "usage_inconsistent", "empty"
@@ -131,28 +134,28 @@ def summarize_point(
     whole = [r for r in records if r.error is None]
     failed = [r for r in records if r.error not in (None, CANCELLED)]
     seconds = _seconds(whole)
-    report: Partial = {
-        "load": load.name,
-        "concurrency": load.concurrency,
-        "rate": load.rate,
-        "seconds": seconds,
-        "num_completed": len(whole),
-        "num_failed": len(failed),
-        "num_unfinished": len(records) - len(whole) - len(failed),
-        "num_retried": sum(r.retried for r in records),
-        "errors": _by_class((r.error or "", r.detail) for r in failed),
-        "doubts": _by_class(fault for r in whole for fault in _doubts(r, stall_s))
+    point = PointReport(
+        load=load.name,
+        concurrency=load.concurrency,
+        rate=load.rate,
+        seconds=seconds,
+        num_completed=len(whole),
+        num_failed=len(failed),
+        num_unfinished=len(records) - len(whole) - len(failed),
+        num_retried=sum(r.retried for r in records),
+        errors=_by_class((r.error or "", r.detail) for r in failed),
+        doubts=_by_class(fault for r in whole for fault in _doubts(r, stall_s))
         | (usage_doubts(whole) if stream else {}),
-        "finish_reasons": dict(Counter(str(r.finish_reason) for r in whole)),
-    }
-    report |= _rates(whole, seconds, stream) | _latencies(load, whole, stream)
-    report["too_few"] = _too_few(whole, stream)
+        finish_reasons=dict(Counter(str(r.finish_reason) for r in whole)),
+        too_few=_too_few(whole, stream),
+        **_rates(whole, seconds, stream),
+        **_latencies(load, whole, stream),
+    )
     if slo is not None:
-        report["goodput"] = _goodput(whole, len(failed), seconds, slo, stream)
+        point.goodput = _goodput(whole, len(failed), seconds, slo, stream)
     if price is not None:
-        report["price"] = _price(report, price)
-    point: PointReport = rounded(report)
-    return point
+        point.price = _price(point, price)
+    return rounded(point)
 
 
 def _seconds(whole: Sequence[LoadRecord]) -> float:
@@ -199,15 +202,14 @@ def usage_doubts(whole: Sequence[LoadRecord]) -> dict[str, Occurrence]:
         f"usage has {tokens / outputs:.2f} tokens an output and {size / tokens:.1f} bytes a token: "
         "outputs carry several tokens, or usage counts double; --tokenizer tells which"
     )
-    return {DOUBLE: {"count": doubled or len(told), "first": text}}
+    return {DOUBLE: Occurrence(count=doubled or len(told), first=text)}
 
 
 def _by_class(found: Iterable[tuple[str, str]]) -> dict[str, Occurrence]:
     """How many of each class, and what the first one said."""
     classes: dict[str, Occurrence] = {}
     for name, detail in found:
-        entry = classes.setdefault(name, {"count": 0, "first": detail})
-        entry["count"] += 1
+        classes.setdefault(name, Occurrence(count=0, first=detail)).count += 1
     return classes
 
 
@@ -276,7 +278,7 @@ def _too_few(whole: Sequence[LoadRecord], stream: bool) -> dict[str, TooFew]:
         counts["tpot_ms"] = sum(t.tpot_ms is not None for t in times)
         counts["itl_ms"] = sum(len(r.gaps_ns) for r in whole)
     return {
-        key: {"num_values": count, "percentiles": names}
+        key: TooFew(num_values=count, percentiles=names)
         for key, count in counts.items()
         if count and (names := too_few_for(count))
     }
@@ -288,30 +290,30 @@ def _goodput(
     good = [r for r in whole if slo.met_by(times_of(r, stream))]
     tokens = sum(num_tokens(r, stream) for r in good)
     answered = len(whole) + num_failed
-    return {
-        "ttft_ms": slo.ttft_ms,
-        "tpot_ms": slo.tpot_ms,
-        "e2e_ms": slo.e2e_ms,
-        "num_good": len(good),
-        "good_share": len(good) / answered if answered else 0.0,
-        "request_s": len(good) / seconds if seconds else 0.0,
-        "output_tok_s": tokens / seconds if seconds else 0.0,
-    }
+    return GoodputReport(
+        ttft_ms=slo.ttft_ms,
+        tpot_ms=slo.tpot_ms,
+        e2e_ms=slo.e2e_ms,
+        num_good=len(good),
+        good_share=len(good) / answered if answered else 0.0,
+        request_s=len(good) / seconds if seconds else 0.0,
+        output_tok_s=tokens / seconds if seconds else 0.0,
+    )
 
 
-def _price(report: Partial, price: Price) -> PriceReport:
+def _price(point: PointReport, price: Price) -> PriceReport:
     def usd(tok_s: float) -> float | None:
         return usd_per_million_tokens(price.usd_per_hour, tok_s) if tok_s else None
 
-    found: PriceReport = {
-        "gpus": price.num_gpus,
-        "usd_per_gpu_hour": price.usd_per_gpu_hour,
-        "output_tok_s_gpu": report["output_tok_s"] / price.num_gpus,
-        "usd_per_million_output": usd(report["output_tok_s"]),
-        "usd_per_million_total": usd(report["total_tok_s"]),
-    }
-    if "goodput" in report:
-        found["usd_per_million_good_output"] = usd(report["goodput"]["output_tok_s"])
+    found = PriceReport(
+        gpus=price.num_gpus,
+        usd_per_gpu_hour=price.usd_per_gpu_hour,
+        output_tok_s_gpu=point.output_tok_s / price.num_gpus,
+        usd_per_million_output=usd(point.output_tok_s),
+        usd_per_million_total=usd(point.total_tok_s),
+    )
+    if point.goodput:
+        found.usd_per_million_good_output = usd(point.goodput.output_tok_s)
     return found
 
 
@@ -322,10 +324,16 @@ def count_tokens(records: Iterable[LoadRecord], count: Callable[[str], int]) -> 
             record.counted_tokens = count(record.text)
 
 
-def rounded(value: Any) -> Any:
+def rounded(value: T) -> T:
     """All numbers to five digits behind the point; what is no number becomes None."""
+    return cast(T, _rounded(value))
+
+
+def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 5) if math.isfinite(value) else None
+    if isinstance(value, msgspec.Struct):
+        return type(value)(**_rounded(msgspec.structs.asdict(value)))
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value

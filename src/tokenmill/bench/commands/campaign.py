@@ -21,18 +21,18 @@ from tokenmill.bench.mlperf.regions import (
     pareto_front,
 )
 from tokenmill.bench.options import CampaignOptions, EndpointConfig
-from tokenmill.bench.results.reports import (
-    EndpointReport,
-    PointReport,
-    SaturationReport,
-    SubmissionReport,
-)
 from tokenmill.bench.workload import BenchError
 from tokenmill.settings import Settings, SettingsError, only, without
 
 if TYPE_CHECKING:
     from tokenmill.bench.client.datasets import Dataset
     from tokenmill.bench.mlperf.endpoints_submission import Disclosure, MeasuredPoint
+    from tokenmill.bench.results.reports import (
+        EndpointReport,
+        PointReport,
+        SaturationReport,
+        SubmissionReport,
+    )
 
 QUICK_S = 5.0  # of a point up to 32 users; twice as much above
 SEARCH_S = 30.0  # of a point of the search for C_max
@@ -148,7 +148,7 @@ class Campaign:
         search = None
         if c_max is None:
             search = self._search()
-            c_max = max(ULTRA_LOW_MAX + 1, int(search["found"] or 0))
+            c_max = max(ULTRA_LOW_MAX + 1, int(search.found or 0))
         if not self._bench.interrupted:
             for concurrency in choose_points(c_max, c_min, self._settings.get("points")):
                 self._measure(concurrency)
@@ -163,10 +163,10 @@ class Campaign:
 
         console.note("--max-concurrency is not given: searching for it")
         seconds = self._seconds(1) if self._quick else SEARCH_S
-        report = search_saturation(
-            self._bench, ClientLoad(concurrency=1, duration_s=seconds), self._config
-        )
-        return report | {"duration_s": seconds, "doubts": self._bench.doubts_about_hits()}
+        load = ClientLoad(concurrency=1, duration_s=seconds)
+        report = search_saturation(self._bench, load, self._config)
+        report.duration_s, report.doubts = seconds, self._bench.doubts_about_hits()
+        return report
 
     def _seconds(self, concurrency: int) -> float:
         """How long a point takes at least."""
@@ -187,7 +187,8 @@ class Campaign:
         )
         point = self._bench.measure(load)
         run = self._bench.last_run
-        point |= rounded(official_metrics(point))
+        for name, value in rounded(official_metrics(point)).items():
+            setattr(point, name, value)
         self._points.append(point)
         if not run.interrupted:
             self._measured.append(measured_point(run, point))
@@ -219,27 +220,29 @@ class Campaign:
         return reasons + hit_sentences(self._points)
 
     def _report(self, regions: Regions, search: SaturationReport | None) -> EndpointReport:
+        from msgspec.structs import replace
+
         curve = [
-            (point["tps_per_user"], point["system_tps"])
+            (point.tps_per_user, point.system_tps)
             for point in self._points
-            if point["tps_per_user"] and point["system_tps"]
+            if point.tps_per_user and point.system_tps
         ]
         front = set(pareto_front(curve))
         for point in self._points:
-            point["region"] = regions.region_of(point["concurrency"] or 0)
-            point["on_front"] = (point["tps_per_user"], point["system_tps"]) in front
-        report = self._bench.report(self._points)
-        return report | {
-            "benchmark": "campaign",
-            "quick": self._quick,
-            "valid_submission": False,
-            "not_valid_because": self._reasons(),
-            "max_concurrency": regions.c_max,
-            "max_concurrency_source": "given" if search is None else "saturation search",
-            "search": search,
-            "regions": {name: list(bound) for name, bound in regions.bounds.items()},
-            "submission": None,
-        }
+            point.region = regions.region_of(point.concurrency or 0)
+            point.on_front = (point.tps_per_user, point.system_tps) in front
+        return replace(
+            self._bench.report(self._points),
+            benchmark="campaign",
+            quick=self._quick,
+            valid_submission=False,
+            not_valid_because=self._reasons(),
+            max_concurrency=regions.c_max,
+            max_concurrency_source="given" if search is None else "saturation search",
+            search=search,
+            regions={name: list(bound) for name, bound in regions.bounds.items()},
+            submission=None,
+        )
 
     def write(self, report: EndpointReport) -> bool:
         """The submission and the result, where folders are given; False if no disk takes it."""
@@ -249,7 +252,7 @@ class Campaign:
         has_room = True
         try:
             if self._disclosure is not None and self._measured:
-                report["submission"] = self._write_submission(report)
+                report.submission = self._write_submission(report)
         except OSError as error:
             has_room = False
             console.fail(f"--submission-dir {self._submission_dir}: {error.strerror or error}")
@@ -257,7 +260,7 @@ class Campaign:
         if folder is None:
             console.note("--output-dir DIR keeps a run: report.html, summary.json, CSV, events")
             return has_room
-        configuration = report["config"] | report["settings"]
+        configuration = report.config | report.settings
         facts = make_facts("campaign", configuration, self._bench.started_at)
         kept = folder.write(lambda path: write_result(path, report, None, facts))
         if kept:
@@ -266,9 +269,10 @@ class Campaign:
 
     def _write_submission(self, report: EndpointReport) -> SubmissionReport:
         from tokenmill.bench.mlperf import endpoints_submission as files
+        from tokenmill.bench.results.reports import SubmissionReport, as_json
 
         assert self._disclosure is not None
-        c_max, c_min = report["max_concurrency"], self._settings.get("min-concurrency")
+        c_max, c_min = report.max_concurrency, self._settings.get("min-concurrency")
         config = {
             "client": f"tokenmill {__version__}",
             "endpoint": self._bench.target.url,
@@ -278,7 +282,7 @@ class Campaign:
             "samples_of_a_pass": self._pass_size,
             "whole_passes": not self._quick,
             "seeds_used": [] if self._is_synthetic else ["sample_index_rng_seed"],
-            "prompts": report["prompts"],
+            "prompts": as_json(report.prompts),
             **{key: value for key, value in asdict(self._config).items() if key in _RUN_AS},
         }
         common = files.CampaignFacts(
@@ -286,34 +290,34 @@ class Campaign:
             compute_regions(c_max, c_min),
             {point.concurrency: self._seconds(point.concurrency) for point in self._measured},
             config,
-            report["not_valid_because"],
+            report.not_valid_because,
         )
         root, names = files.write_submission(self._submission_dir, common, self._measured)
         console.note(f"written: {root}: check it with endpoints-submission-cli check-submission")
-        return {"folder": str(root), "num_files": len(names)}
+        return SubmissionReport(folder=str(root), num_files=len(names))
 
 
 def _quick_word(report: EndpointReport) -> str:
-    return ": a quick run" if report["quick"] else ""
+    return ": a quick run" if report.quick else ""
 
 
 def print_report(report: EndpointReport) -> None:
     """The table of the curve, what the client and the server say, and what is missing."""
     from tokenmill.bench.report.tables import curve_table
 
-    points = report["points"]
-    c_max, source = report["max_concurrency"], report["max_concurrency_source"]
+    points = report.points
+    c_max, source = report.max_concurrency, report.max_concurrency_source
     found = "" if source == "given" else ", found by a search"
-    title = f"{report['model']} at {report['url']}, C_max {c_max}{found}"
-    console.out.print(title + ("; interrupted" if report["interrupted"] else ""), markup=False)
-    console.out.print(endpoint.prompts_line(report["prompts"]), markup=False)
-    if report["search"] is not None:
-        print_saturation(report["search"])
+    title = f"{report.model} at {report.url}, C_max {c_max}{found}"
+    console.out.print(title + ("; interrupted" if report.interrupted else ""), markup=False)
+    console.out.print(endpoint.prompts_line(report.prompts), markup=False)
+    if report.search is not None:
+        print_saturation(report.search)
     if points:
         console.print_table(curve_table(points))
         endpoint.print_points(points)
     console.out.print(f"not a valid submission{_quick_word(report)}:", markup=False)
-    for reason in report["not_valid_because"]:
+    for reason in report.not_valid_because:
         console.out.print(f"- {reason}", markup=False)
 
 

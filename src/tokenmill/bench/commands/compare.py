@@ -54,6 +54,7 @@ def compare(
     from tokenmill.bench.report.table_pages import check_page, comparison_page
     from tokenmill.bench.results.comparison import compare as compare_rounds
     from tokenmill.bench.results.reading import read_round
+    from tokenmill.bench.results.reports import as_json
 
     if len(rounds) < 2:
         raise SettingsError("a comparison needs two results or more: A B [C...]")
@@ -66,7 +67,7 @@ def compare(
     report = compare_rounds(read, settings.get("noise"))
     if not settings.get("json"):
         _print(report)
-    console.print_json(report, settings.get("json"))
+    console.print_json(as_json(report), settings.get("json"))
     if html:
         html.write_text(render(comparison_page(report, DRIFT)), encoding="utf-8")
         console.note(f"written: {html}")
@@ -77,9 +78,9 @@ def compare(
 def _fail_on_worse(report: CompareReport) -> None:
     from tokenmill.bench.results.comparison import BETTER, NOISE
 
-    for one in report["comparisons"]:
-        if not one["verdict"].startswith((BETTER, NOISE)):
-            raise BenchError(f"--fail-on worse: {one['other']} against A: {one['verdict']}")
+    for one in report.comparisons:
+        if not one.verdict.startswith((BETTER, NOISE)):
+            raise BenchError(f"--fail-on worse: {one.other} against A: {one.verdict}")
 
 
 def set_for_each(rounds: Sequence[ToolResult], key: str, settings: Settings) -> None:
@@ -99,65 +100,65 @@ def set_for_each(rounds: Sequence[ToolResult], key: str, settings: Settings) -> 
 
 
 def _print(report: CompareReport) -> None:
-    for one in report["rounds"]:
-        where = f"{one['name']}  {one['source']} ({one['tool']}{_machines(one)})"
+    for one in report.rounds:
+        where = f"{one.name}  {one.source} ({one.tool}{_machines(one)})"
         console.out.print(where, markup=False)
-        for notice in one["notices"]:
+        for notice in one.notices:
             console.out.print(f"   note: {notice}", markup=False)
-    for comparison in report["comparisons"]:
-        _print_comparison(comparison, report["noise_threshold"])
+    for comparison in report.comparisons:
+        _print_comparison(comparison, report.noise_threshold)
 
 
 def _machines(one: RoundReport) -> str:
-    if not one["gpus"]:
+    if not one.gpus:
         return ""
-    price = one["usd_per_gpu_hour"]
-    gpus = "1 GPU" if one["gpus"] == 1 else f"{one['gpus']} GPUs"
+    price = one.usd_per_gpu_hour
+    gpus = "1 GPU" if one.gpus == 1 else f"{one.gpus} GPUs"
     return f", {gpus}" + (f" at ${price:g} an hour each" if price else "")
 
 
 def _print_comparison(comparison: Comparison, threshold: float) -> None:
-    first, second = comparison["baseline"], comparison["other"]
-    doubts = f": {', '.join(comparison['doubts'])}" if comparison["doubts"] else ""
-    verdict = f"{second} against {first}: {comparison['verdict']}{doubts}"
+    first, second = comparison.baseline, comparison.other
+    doubts = f": {', '.join(comparison.doubts)}" if comparison.doubts else ""
+    verdict = f"{second} against {first}: {comparison.verdict}{doubts}"
     console.out.print(f"\n[bold]{verdict}[/bold]")
-    for name, texts in comparison["headline"].items():
+    for name, texts in comparison.headline.items():
         console.out.print(f"  {name}: {', '.join(texts)}", markup=False)
-    for warning in comparison["warnings"]:
+    for warning in comparison.warnings:
         console.out.print(f"  warning: {warning}", markup=False)
-    for name, loads in ((first, comparison["only_baseline"]), (second, comparison["only_other"])):
+    for name, loads in ((first, comparison.only_baseline), (second, comparison.only_other)):
         if loads:
             console.out.print(f"  only {name} has {', '.join(loads)}", markup=False)
-    console.out.print("\nchanged" if comparison["changed"] else "\nno setting changed")
-    for key, (one, two) in comparison["changed"].items():
+    console.out.print("\nchanged" if comparison.changed else "\nno setting changed")
+    for key, (one, two) in comparison.changed.items():
         console.out.print(f"  {key}: {_short(one)} -> {_short(two)}", markup=False)
-    points = comparison["points"]
+    points = comparison.points
     for point in points:
-        rows = point["rows"]
+        rows = point.rows
         if len(points) > 1:
-            rows = [row for row in rows if row["metric"] in SHORT] or rows
+            rows = [row for row in rows if row.metric in SHORT] or rows
         if not rows:
             continue
-        console.out.print(f"\n[bold]{point['load']}[/bold]")
+        console.out.print(f"\n[bold]{point.load}[/bold]")
         head = ["metric", first, second, "change", "speed-up", "95 % interval", "verdict"]
         console.print_table([head, *(_cells(row, threshold) for row in rows)])
-    if any(row["ci95"] for point in points for row in point["rows"]):
+    if any(row.ci95 for point in points for row in point.rows):
         console.out.print(DRIFT)
 
 
 def _cells(row: RowReport, threshold: float) -> list[str]:
     from tokenmill.bench.results.comparison import TOO_FEW
 
-    bounds = row["ci95"]
-    verdict = row["verdict"] or "-"
-    if row["verdict"] not in (None, TOO_FEW) and not bounds:
+    bounds = row.ci95
+    verdict = row.verdict or "-"
+    if row.verdict not in (None, TOO_FEW) and not bounds:
         verdict += f" (±{threshold:.0%})"
     return [
-        row["label"],
-        f"{row['baseline']:,.3f}",
-        f"{row['other']:,.3f}",
-        f"{row['change']:+.1%}",
-        f"{row['speedup']:.3f}x",
+        row.label,
+        f"{row.baseline:,.3f}",
+        f"{row.other:,.3f}",
+        f"{row.change:+.1%}",
+        f"{row.speedup:.3f}x",
         f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "no interval",
         verdict,
     ]

@@ -34,7 +34,6 @@ from tokenmill.bench.options import (
     SyntheticOptions,
     UrlOptions,
 )
-from tokenmill.bench.results.reports import OCCURRENCES, EndpointReport, PointReport, PromptsReport
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.types import SamplingParams
 from tokenmill.settings import Panel, Setting, Settings, SettingsError, only, settings_of
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.datasets import Dataset
     from tokenmill.bench.client.load_run import Run
+    from tokenmill.bench.results.reports import EndpointReport, PointReport, PromptsReport
 
 
 _KEYS = [setting.key for setting in settings_of(EndpointConfig)]
@@ -108,13 +108,15 @@ def conclude(
     kept: bool,
 ) -> None:
     """Print a report, then say if it was interrupted, not kept, or too few requests succeeded."""
+    from tokenmill.bench.results.reports import as_json
+
     if not settings.get("json"):
         print_report(report)
-    console.print_json(report, settings.get("json"))
-    if report["interrupted"]:
+    console.print_json(as_json(report), settings.get("json"))
+    if report.interrupted:
         raise KeyboardInterrupt
-    if not any(point["num_completed"] for point in report["points"]):
-        raise BenchError(f"no request was answered: {first_error(report['points'])}")
+    if not any(point.num_completed for point in report.points):
+        raise BenchError(f"no request was answered: {first_error(report.points)}")
     if too_many := failed_too_often(report):
         raise BenchError(too_many)
     if too_few := below_goodput(report):
@@ -125,44 +127,44 @@ def conclude(
 
 def _counted(report: EndpointReport) -> list[PointReport]:
     """The points that decide on the exit status: of a search only the load that it found."""
-    if search := report.get("saturation"):
-        return [p for p in report["points"] if p[search["by"]] == search["found"]]
-    return report["points"]
+    if search := report.saturation:
+        return [p for p in report.points if getattr(p, search.by) == search.found]
+    return report.points
 
 
 def below_goodput(report: EndpointReport) -> str:
     """The worst point of those below --fail-below-goodput, in a sentence."""
-    least = report["config"].get("fail_below_goodput")
-    points = [p for p in _counted(report) if "goodput" in p]
+    least = report.config.get("fail_below_goodput")
+    points = [p for p in _counted(report) if p.goodput]
     if least is None or not points:
         return ""
-    worst = min(points, key=lambda point: point["goodput"]["good_share"])
-    share = worst["goodput"]["good_share"]
+    worst = min(points, key=lambda point: point.goodput.good_share)
+    share = worst.goodput.good_share
     if share >= least:
         return ""
     return (
-        f"{share:.1%} of the requests at {worst['load']} were within --goodput, less than "
+        f"{share:.1%} of the requests at {worst.load} were within --goodput, less than "
         f"--fail-below-goodput {least:g}"
     )
 
 
 def failed_too_often(report: EndpointReport) -> str:
     """The worst point of those that failed more often than allowed, in a sentence."""
-    points, most = _counted(report), report["config"]["max_error_rate"]
+    points, most = _counted(report), report.config["max_error_rate"]
     if not points:
         return ""
     worst = max(points, key=_failed_share)
     if _failed_share(worst) <= most:
         return ""
-    sent = worst["num_failed"] + worst["num_completed"]
+    sent = worst.num_failed + worst.num_completed
     return (
-        f"{worst['num_failed']} of {sent} requests failed at {worst['load']}, more than "
+        f"{worst.num_failed} of {sent} requests failed at {worst.load}, more than "
         f"--max-error-rate {most:g} allows: {first_error([worst])}"
     )
 
 
 def _failed_share(point: PointReport) -> float:
-    return float(point["num_failed"] / max(point["num_failed"] + point["num_completed"], 1))
+    return float(point.num_failed / max(point.num_failed + point.num_completed, 1))
 
 
 @contextmanager
@@ -250,29 +252,31 @@ class EndpointBench:
         if saturation is None:
             return report
         note_client(saturation, self._points)
-        saturation["doubts"] = self.doubts_about_hits()
-        return {**report, "saturation": saturation}
+        saturation.doubts = self.doubts_about_hits()
+        report.saturation = saturation
+        return report
 
     def report(self, points: list[PointReport]) -> EndpointReport:
         """The JSON report around these points."""
         from tokenmill.bench.client.arrivals import as_run
         from tokenmill.bench.client.prefix_hits import note_differences
+        from tokenmill.bench.results.reports import EndpointReport, MetricsSource
 
         note_differences(points)
         target, scraper = self.target, self._scraper
-        return {
-            "benchmark": "endpoint",
-            "url": target.url,
-            "model": target.model,
-            "api": target.api,
-            "stream": target.stream,
-            "interrupted": self.interrupted,
-            "server_metrics": {"url": scraper.url, "fault": scraper.fault} if scraper else None,
-            "prompts": self._prompts.report(),
-            "points": points,
-            "config": as_run(asdict(self._config), points),
-            "settings": self._settings,
-        }
+        return EndpointReport(
+            benchmark="endpoint",
+            url=target.url,
+            model=target.model,
+            api=target.api,
+            stream=target.stream,
+            interrupted=self.interrupted,
+            server_metrics=MetricsSource(url=scraper.url, fault=scraper.fault) if scraper else None,
+            prompts=self._prompts.report(),
+            points=points,
+            config=as_run(asdict(self._config), [point.concurrency for point in points]),
+            settings=self._settings,
+        )
 
     def doubts_about_hits(self) -> list[str]:
         """Points, those of a search too, whose figures a prefix cache may have improved."""
@@ -290,7 +294,7 @@ class EndpointBench:
         from tokenmill.bench.results.manifest import make_facts
 
         records = [record for run in self._runs for record in run.records]
-        configuration = report["config"] | report["settings"]
+        configuration = report.config | report.settings
         facts = make_facts("endpoint", configuration, self.started_at)
         kept = self.folder.write(lambda folder: write_result(folder, report, records, facts))
         if kept:
@@ -357,9 +361,7 @@ class EndpointBench:
         if baseline.alone.interrupted or baseline.full.interrupted:
             return
         for point in points:
-            point["audit"] = add_client_baseline(
-                point["audit"], point, baseline, self.target.stream
-            )
+            point.audit = add_client_baseline(point.audit, point, baseline, self.target.stream)
 
     def _summarize(self, run: Run, readings: list[dict[str, float]]) -> PointReport:
         from tokenmill.bench.client.audit import audit
@@ -377,16 +379,17 @@ class EndpointBench:
         )
         if readings:
             num_during = self._scraper.num_during if self._scraper else None
-            point["server"] = rounded(server_report(readings, num_during))
-            point["doubts"] |= server_doubts(point["server"], point, run.records)
+            point.server = rounded(server_report(readings, num_during))
+            point.doubts |= server_doubts(point.server, point, run.records)
         dataset = self._prompts.point(len(self._runs) - 1)
         if self._config.turns == 1 and (asked := asked_tokens(dataset, run.records)) is not None:
-            point["num_asked_tokens"] = asked
-        by_server = point.get("server", {}).get("prefix_hit_rate")
+            point.num_asked_tokens = asked
+        by_server = point.server.prefix_hit_rate if point.server else None
         hits = prefix_hits(dataset, run.records, run.warmup, by_server)
-        point["prefix_hits"] = rounded(hits)
-        point["doubts"] |= hit_doubts(hits)
-        return point | {"audit": audit(run, point)}
+        point.prefix_hits = rounded(hits)
+        point.doubts |= hit_doubts(hits)
+        point.audit = audit(run, point)
+        return point
 
 
 def other_settings(settings: Settings, config: EndpointConfig) -> dict[str, Any]:
@@ -402,41 +405,40 @@ def print_report(report: EndpointReport) -> None:
     """The table of the points, the details of a single one, and the client's part in it."""
     from tokenmill.bench.report.tables import latency_table, points_table
 
-    points = report["points"]
-    streamed = "streamed" if report["stream"] else "not streamed"
-    if points and all(point["concurrency"] is not None for point in points):
+    points = report.points
+    streamed = "streamed" if report.stream else "not streamed"
+    if points and all(point.concurrency is not None for point in points):
         streamed += ", closed loop"
-    state = "; interrupted, so of what had finished" if report["interrupted"] else ""
-    console.out.print(f"{report['model']} at {report['url']}, {streamed}{state}", markup=False)
-    console.out.print(prompts_line(report["prompts"]), markup=False)
+    state = "; interrupted, so of what had finished" if report.interrupted else ""
+    console.out.print(f"{report.model} at {report.url}, {streamed}{state}", markup=False)
+    console.out.print(prompts_line(report.prompts), markup=False)
     console.print_table(points_table(points))
     if words := asked_line(points):
         console.out.print(words)
-    if len(points) == 1 and points[0]["num_completed"]:
+    if len(points) == 1 and points[0].num_completed:
         console.out.print()
         console.print_table(latency_table(points[0]))
     print_points(points)
-    if "saturation" in report:
-        print_saturation(report["saturation"])
+    if report.saturation:
+        print_saturation(report.saturation)
 
 
 def prompts_line(prompts: PromptsReport) -> str:
     """Which prompts were sent, in a sentence."""
-    seed = f"seed {prompts['seed']}" + (" (drawn)" if prompts["seed_drawn"] else "")
-    if prompts["same_at_every_point"]:
+    seed = f"seed {prompts.seed}" + (" (drawn)" if prompts.seed_drawn else "")
+    if prompts.same_at_every_point:
         return f"prompts: the same at every point (--same-prompts), {seed}"
-    salt = f"; salt: {prompts['salt']}" if prompts["salt"] else ""
+    salt = f"; salt: {prompts.salt}" if prompts.salt else ""
     return f"prompts: fresh at every point, {seed}{salt}"
 
 
 def asked_line(points: Sequence[PointReport]) -> str:
     """Prompt tokens as asked for and as the server counts them, at the mean of all points."""
-    told = [p for p in points if p.get("num_asked_tokens") and p["num_prompt_tokens"]]
-    if not (num := sum(p["num_completed"] for p in told)):
+    told = [p for p in points if p.num_asked_tokens and p.num_prompt_tokens]
+    if not (num := sum(p.num_completed for p in told)):
         return ""
-    asked, counted = (
-        sum(p[key] for p in told) / num for key in ("num_asked_tokens", "num_prompt_tokens")
-    )
+    asked = sum(p.num_asked_tokens for p in told) / num
+    counted = sum(p.num_prompt_tokens for p in told) / num
     hint = "" if asked == counted else " (--exact-input-len leaves room for its chat template)"
     return f"prompt tokens: {asked:,.6g} asked for, {counted:,.6g} by the server's count{hint}"
 
@@ -445,16 +447,17 @@ def print_points(points: Sequence[PointReport]) -> None:
     """Errors and doubts, the server's figures and the client's part."""
     from tokenmill.bench.client.audit import all_warnings
     from tokenmill.bench.report.tables import FEW, audit_line, cautions, server_table
+    from tokenmill.bench.results.reports import OCCURRENCES
 
     for text in cautions(points):
         console.out.print(f"{FEW} {text}", markup=False)
     for point in points:
         for label in OCCURRENCES:
-            for name, entry in point[label].items():
-                hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry["first"] else ""
-                text = f"{point['load']}: {entry['count']} x {name}: {entry['first']}{hint}"
+            for name, entry in getattr(point, label).items():
+                hint = " (--no-ignore-eos leaves it out)" if "ignore_eos" in entry.first else ""
+                text = f"{point.load}: {entry.count} x {name}: {entry.first}{hint}"
                 console.out.print(text, markup=False)
-    if any("server" in point for point in points):
+    if any(point.server for point in points):
         console.out.print()
         console.print_table(server_table(points))
     console.out.print(audit_line(points), markup=False)
@@ -463,7 +466,7 @@ def print_points(points: Sequence[PointReport]) -> None:
 
 
 def first_error(points: Sequence[PointReport]) -> str:
-    found = [f"{name}: {e['first']}" for p in points for name, e in p["errors"].items()]
+    found = [f"{name}: {e.first}" for p in points for name, e in p.errors.items()]
     return found[0] if found else "nothing was sent"
 
 

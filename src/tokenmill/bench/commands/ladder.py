@@ -6,23 +6,20 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
 from tokenmill.bench.options import BenchConfig, GpuPrice, LadderOptions
-from tokenmill.bench.results.reports import (
-    CellReport,
-    LadderReport,
-    RungReport,
-    ThroughputReport,
-)
 from tokenmill.bench.workload import BenchError, make_cells
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.metrics import usd_per_million_tokens
 from tokenmill.settings import Settings, by_key, without
+
+if TYPE_CHECKING:
+    from tokenmill.bench.results.reports import CellReport, RungReport
 
 Values = dict[str, Any]  # settings by their keys
 
@@ -103,27 +100,32 @@ def missing(rung: LadderRung, features: Collection[str]) -> str:
 
 def run_rung(rung: LadderRung, command: Sequence[str]) -> RungAttempt:
     """Run a throughput benchmark in a process of its own; what it writes to stderr passes on."""
-    report: ThroughputReport
-    report, error = run_benchmark(command)
+    import msgspec
+
+    from tokenmill.bench.results.reports import CellReport
+
+    found, error = run_benchmark(command)
     if error:
         return RungAttempt(rung, error=error)
-    (cell,) = report["cells"].values()
+    (cell,) = msgspec.convert(found["cells"], dict[str, dict[str, CellReport]]).values()
     return RungAttempt(rung, figures=cell[OURS])
 
 
 def ladder_rows(attempts: Sequence[RungAttempt], usd_per_hour: float) -> list[RungReport]:
     """One dict per rung; speed-ups are over the last and the first rung that ran."""
+    from tokenmill.bench.results.reports import RungReport
+
     rows: list[RungReport] = []
     rates: list[float] = []
     for attempt in attempts:
-        row: RungReport = {"rung": attempt.rung.key, "name": attempt.rung.name}
+        row = RungReport(rung=attempt.rung.key, name=attempt.rung.name)
         if attempt.figures:
-            rates.append(attempt.figures["tok_s"])
+            rates.append(attempt.figures.tok_s)
             _add_figures(row, attempt.figures, rates, usd_per_hour)
         elif attempt.skipped:
-            row["skipped"] = attempt.skipped
+            row.skipped = attempt.skipped
         else:
-            row["error"] = attempt.error
+            row.error = attempt.error
         rows.append(row)
     return rows
 
@@ -131,14 +133,12 @@ def ladder_rows(attempts: Sequence[RungAttempt], usd_per_hour: float) -> list[Ru
 def _add_figures(
     row: RungReport, figures: CellReport, rates: Sequence[float], usd_per_hour: float
 ) -> None:
-    row["tok_s"] = rates[-1]
-    row["speedup"] = round(rates[-1] / rates[max(0, len(rates) - 2)], 3)
-    row["cumulative"] = round(rates[-1] / rates[0], 3)
-    row["usd_per_million"] = round(usd_per_million_tokens(usd_per_hour, rates[-1]), 6)
-    row["ceiling_tok_s"] = figures["ceiling_tok_s"]
-    row["share_of_ceiling"] = figures["share_of_ceiling"]
-    row["mfu"] = figures["mfu"]
-    row["mbu"] = figures["mbu"]
+    row.tok_s = rates[-1]
+    row.speedup = round(rates[-1] / rates[max(0, len(rates) - 2)], 3)
+    row.cumulative = round(rates[-1] / rates[0], 3)
+    row.usd_per_million = round(usd_per_million_tokens(usd_per_hour, rates[-1]), 6)
+    for name in ("ceiling_tok_s", "share_of_ceiling", "mfu", "mbu"):
+        setattr(row, name, getattr(figures, name))
 
 
 NOT_OFFERED = CHANGED | {"cell"}
@@ -161,6 +161,7 @@ def ladder(settings: Settings) -> None:
     """
     from tokenmill.bench.report.page import render
     from tokenmill.bench.report.table_pages import check_page, ladder_page
+    from tokenmill.bench.results.reports import LadderReport, as_json
 
     throughput.check_flags(settings)
     names = (settings.get("rungs") or "").split(",")
@@ -178,15 +179,14 @@ def ladder(settings: Settings) -> None:
     title = f"{model.model} on {device}, {_workload(settings)}"
     if not settings.get("json"):
         _print(title, rows, device, settings.get("gpu-price"))
-    report: LadderReport = {
-        "benchmark": "ladder",
-        "model": model.model,
-        "device": device,
-        "workload": _workload(settings),
-        "usd_per_hour": settings.get("gpu-price"),
-        "rungs": rows,
-    }
-    console.print_json(report, settings.get("json"))
+    report = LadderReport(
+        model=model.model,
+        device=device,
+        workload=_workload(settings),
+        usd_per_hour=settings.get("gpu-price"),
+        rungs=rows,
+    )
+    console.print_json(as_json(report), settings.get("json"))
     if plot:  # after the figures, which are lost to nobody where its disk is full
         plot.write_text(render(ladder_page(title, rows)), encoding="utf-8")
     if failed := [attempt.rung.name for attempt in attempts if attempt.error]:
@@ -214,7 +214,7 @@ def _measure_ladder(
         except KeyboardInterrupt:
             return [*attempts, RungAttempt(rung, error="interrupted")]
         if figures := attempts[-1].figures:
-            console.note(f"Rung: {rung.name}: {figures['tok_s']:,.1f} tok/s")
+            console.note(f"Rung: {rung.name}: {figures.tok_s:,.1f} tok/s")
     return attempts
 
 
@@ -247,23 +247,23 @@ def _print(title: str, rows: Sequence[RungReport], device: str, usd_per_hour: fl
     console.out.print(f"[bold]{title}[/bold]")
     rate = "tok/s/GPU" if device == "cuda" else "tok/s"
     head = ["rung", rate, "speed-up", "cumulative", "$/M output", "of its roofline"]
-    console.print_table([head, *(_cells(row) for row in rows if "tok_s" in row)])
+    console.print_table([head, *(_cells(row) for row in rows if row.tok_s)])
     for row in rows:
-        if "skipped" in row:
-            console.out.print(f"{row['name']}: skipped: {row['skipped']}", markup=False)
-        if "error" in row:
-            console.out.print(f"{row['name']}: error: {row['error']}", markup=False)
+        if row.skipped:
+            console.out.print(f"{row.name}: skipped: {row.skipped}", markup=False)
+        if row.error:
+            console.out.print(f"{row.name}: error: {row.error}", markup=False)
     console.out.print(f"at ${usd_per_hour:g} an hour (--gpu-price)")
 
 
 def _cells(row: RungReport) -> list[str]:
     return [
-        row["name"],
-        f"{row['tok_s']:,.1f}",
-        f"{row['speedup']:.2f}x",
-        f"{row['cumulative']:.2f}x",
-        f"{row['usd_per_million']:.3f}",
-        f"{row['share_of_ceiling']:.0%}",
+        row.name,
+        f"{row.tok_s:,.1f}",
+        f"{row.speedup:.2f}x",
+        f"{row.cumulative:.2f}x",
+        f"{row.usd_per_million:.3f}",
+        f"{row.share_of_ceiling:.0%}",
     ]
 
 

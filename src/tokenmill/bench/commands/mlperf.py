@@ -143,7 +143,7 @@ def mlperf(settings: Settings) -> None:
     from tokenmill.bench.mlperf import loadgen_tests as tests
     from tokenmill.bench.mlperf.loadgen import load_library
     from tokenmill.bench.results.manifest import utc_now
-    from tokenmill.bench.results.mlperf_reports import as_json
+    from tokenmill.bench.results.reports import as_json
 
     load_library()
     resolved, kept, started_at = settings, True, utc_now()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
 from tokenmill.bench.options import PublishedOptions
-from tokenmill.bench.results.reports import PlacedReport, PublishedReport
 from tokenmill.settings import Settings, SettingsError
 from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
-    from tokenmill.bench.results.published_results import Ours, PublishedEntry
+    from tokenmill.bench.results.published_results import Ours
+    from tokenmill.bench.results.reports import PlacedReport, PublishedEntry, PublishedReport
     from tokenmill.bench.results.result import ToolResult
 
 
@@ -36,6 +36,7 @@ def published(settings: Settings) -> None:
     tokenmill bench published --result mlperf.json
     """
     from tokenmill.bench.results.published_results import NOTE, choose, overview, place, read_table
+    from tokenmill.bench.results.reports import PublishedReport, as_json
 
     mine = _result(settings)
     facts = mine.config if mine else {}
@@ -51,20 +52,19 @@ def published(settings: Settings) -> None:
         return
     filters = {key: settings.values.get(key) for key in FILTERS}
     entries = choose(table, benchmark, scenario, **filters)
-    report: PublishedReport = {
-        "benchmark": "published",
-        "mlperf_benchmark": entries[0].benchmark,
-        "scenario": entries[0].scenario,
-        "unit": entries[0].unit,
-        "filters": {key: text for key, text in filters.items() if text},
-        "rows": [entry.report() for entry in entries],
-    }
+    report = PublishedReport(
+        mlperf_benchmark=entries[0].benchmark,
+        scenario=entries[0].scenario,
+        unit=entries[0].unit,
+        filters={key: text for key, text in filters.items() if text},
+        rows=entries,
+    )
     if ours := _ours(settings, mine, entries[0]):
-        report["placed"] = place(entries, ours)
+        report.placed = place(entries, ours)
     if not settings.get("json"):
-        _print(report, entries, settings.get("limit"))
+        _print(report, settings.get("limit"))
         console.out.print(NOTE)
-    console.print_json(report, settings.get("json"))
+    console.print_json(as_json(report), settings.get("json"))
 
 
 def _result(settings: Settings) -> ToolResult | None:
@@ -105,17 +105,18 @@ def _print_overview(settings: Settings, found: dict[str, dict[str, int]]) -> Non
     console.print_json({"benchmark": "published", "rows": found}, settings.get("json"))
 
 
-def _print(report: PublishedReport, entries: Sequence[PublishedEntry], limit: int) -> None:
-    title = f"{report['mlperf_benchmark']}, {report['scenario']}, {report['unit']}"
-    shown = "".join(f", {key} {text}" for key, text in report["filters"].items())
+def _print(report: PublishedReport, limit: int) -> None:
+    entries = report.rows
+    title = f"{report.mlperf_benchmark}, {report.scenario}, {report.unit}"
+    shown = "".join(f", {key} {text}" for key, text in report.filters.items())
     console.out.print(f"[bold]{title}[/bold]{shown}: {len(entries)} rows")
-    _print_rows(_table(entries[:limit], report.get("placed")))
+    _print_rows(_table(entries[:limit], report.placed))
     if len(entries) > limit:
         console.out.print(f"... and {len(entries) - limit} more (--limit)")
-    if placed := report.get("placed"):
-        share = f"{placed['share_of_best']:.1%} of the best"
-        console.out.print(f"yours: rank {placed['rank']} of {placed['of']}, {share}")
-        for notice in placed["notices"]:
+    if placed := report.placed:
+        share = f"{placed.share_of_best:.1%} of the best"
+        console.out.print(f"yours: rank {placed.rank} of {placed.of}, {share}")
+        for notice in placed.notices:
             console.out.print(f"note: {notice}", markup=False)
 
 
@@ -124,7 +125,7 @@ def _table(entries: Sequence[PublishedEntry], placed: PlacedReport | None) -> li
     head = ["", "per accelerator", "result", "x", "round", "division", "submitter", "accelerator"]
     rows = [_cells(str(index + 1), entry) for index, entry in enumerate(entries)]
     if placed:
-        rank = placed["rank"]
+        rank = placed.rank
         rows = [_cells(str(i + 1 + (i + 1 >= rank)), entry) for i, entry in enumerate(entries)]
         rows.insert(rank - 1, _our_cells(placed))
     return [[*head, "system"], *rows]
@@ -145,9 +146,9 @@ def _cells(rank: str, entry: PublishedEntry) -> list[str]:
 
 
 def _our_cells(placed: PlacedReport) -> list[str]:
-    values = (_number(placed["per_accelerator"]), _number(placed["result"]))
-    gpus = str(placed["accelerators"] or "-")
-    return [str(placed["rank"]), *values, gpus, "", "", "<- yours", "", ""]
+    values = (_number(placed.per_accelerator), _number(placed.result))
+    gpus = str(placed.accelerators or "-")
+    return [str(placed.rank), *values, gpus, "", "", "<- yours", "", ""]
 
 
 def _number(value: float | None) -> str:

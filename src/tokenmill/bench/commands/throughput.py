@@ -73,6 +73,7 @@ def throughput(settings: Settings) -> None:
     tokenmill bench throughput --model qwen3-0.6b --random-weights --lengths uniform:100-1024
     """
     from tokenmill.bench.ceiling import measure_machine, peak_memory_mib
+    from tokenmill.bench.results.reports import as_json
 
     config = settings.build(BenchConfig)
     check_flags(settings)
@@ -91,13 +92,13 @@ def throughput(settings: Settings) -> None:
         machine = machine.times(parallel.num_ranks)
     report = throughput_report(cells, measured, machine, built, setup, peaks)
     if parallel.num_ranks > 1:
-        report["ranks"] = ranks_report(parallel)
-    if graphs := report.get("cuda_graphs"):
+        report.ranks = ranks_report(parallel)
+    if graphs := report.cuda_graphs:
         for warning in graphs["warnings"]:
             console.note(f"warning: {warning}")
     if not settings.get("json"):
         print_throughput(cells, report)
-    console.print_json(report, settings.get("json"))
+    console.print_json(as_json(report), settings.get("json"))
 
 
 def check_flags(settings: Settings) -> None:

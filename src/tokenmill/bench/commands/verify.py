@@ -9,7 +9,6 @@ import typer
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
-from tokenmill.bench.results.manifest import verify as check
 from tokenmill.bench.workload import BenchError
 from tokenmill.settings import Settings
 from tokenmill.settings.shared import JsonOption
@@ -29,17 +28,20 @@ def verify(
 
     tokenmill bench verify results
     """
+    from tokenmill.bench.results.manifest import verify as check
+    from tokenmill.bench.results.reports import as_json
+
     report = check(folder)
-    broken = {key: report[key] for key in BROKEN}
+    broken = {key: getattr(report, key) for key in BROKEN}
     if not settings.get("json"):
         for label, names in broken.items():
             for name in names:
                 console.out.print(f"{label}: {name}", markup=False)
-        if report["ok"]:
-            text = f"{folder}: all {report['num_files']} files are as the run wrote them"
+        if report.ok:
+            text = f"{folder}: all {report.num_files} files are as the run wrote them"
             console.out.print(text, markup=False)
-    console.print_json(report, settings.get("json"))
-    if not report["ok"]:
+    console.print_json(as_json(report), settings.get("json"))
+    if not report.ok:
         counts = ", ".join(f"{len(names)} {label}" for label, names in broken.items())
         raise BenchError(f"{folder} is not as the run wrote it: {counts}")
 

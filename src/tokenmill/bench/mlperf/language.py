@@ -306,7 +306,7 @@ class UrlLanguage(LanguageTask):
 
     def failures(self) -> list[str]:
         if readings := self._scraper.end():
-            self._server_hits = server_report(readings)["prefix_hit_rate"]
+            self._server_hits = server_report(readings).prefix_hit_rate
         found = super().failures()
         if self._server.tally.num_cached:
             found.append(f"{self._server.tally.num_cached} answers used {FORBIDDEN_CACHE}")
@@ -385,7 +385,7 @@ class UrlLanguage(LanguageTask):
 
     def _notices(self) -> list[str]:
         found = [
-            f"The server's usage is in doubt in {entry['count']} answers ({entry['first']}): they "
+            f"The server's usage is in doubt in {entry.count} answers ({entry.first}): they "
             "count with the outputs that came."
             for entry in self._server.tally.doubts.values()
         ]

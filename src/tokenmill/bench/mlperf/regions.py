@@ -6,13 +6,16 @@ Rules 1.0, sections 5.3 to 5.5 and 6.2. `compute_regions` is their reference alg
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import tok_s_user
+
+if TYPE_CHECKING:
+    from tokenmill.bench.results.reports import PointReport
 
 ULTRA_LOW_MAX = 32  # concurrency up to which a point counts as ultra low
 MIN_POINTS = 7
@@ -91,13 +94,13 @@ def min_duration_s(concurrency: int) -> float:
     return ULTRA_LOW_S if concurrency <= ULTRA_LOW_MAX else OTHER_S
 
 
-def official_metrics(point: Mapping[str, Any]) -> dict[str, float | None]:
+def official_metrics(point: PointReport) -> dict[str, float | None]:
     """The figures that are published for a point; None where nothing was answered."""
-    tpot_ms = point.get("tpot_ms", {})
+    tpot_ms, ttft_ms = point.tpot_ms or {}, point.ttft_ms or {}
     return {
-        "system_tps": point["output_tok_s"],
+        "system_tps": point.output_tok_s,
         "tps_per_user": tok_s_user(tpot_ms),
-        "ttft_p90_ms": point.get("ttft_ms", {}).get("p90"),
+        "ttft_p90_ms": ttft_ms.get("p90"),
         "tpot_p90_ms": tpot_ms.get("p90"),
     }
 

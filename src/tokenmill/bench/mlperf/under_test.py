@@ -214,7 +214,7 @@ class QueryTally:
 
 
 def _count(classes: dict[str, Occurrence], name: str, detail: str) -> None:
-    classes.setdefault(name, {"count": 0, "first": detail})["count"] += 1
+    classes.setdefault(name, Occurrence(count=0, first=detail)).count += 1
 
 
 class UrlUnderTest:
@@ -251,7 +251,7 @@ class UrlUnderTest:
 
     def failures(self) -> list[str]:
         return [
-            f"{entry['count']} queries failed, {name}: {entry['first']}"
+            f"{entry.count} queries failed, {name}: {entry.first}"
             for name, entry in self.tally.errors.items()
         ]
 

@@ -24,8 +24,8 @@ from tokenmill.bench.report.charts import (
 from tokenmill.bench.report.page import Grid, Notice, PagePart, PageTile, ReportPage, Section, Table
 from tokenmill.bench.report.timeline import Windows, in_flight, spread, timeline
 from tokenmill.bench.results.manifest import write_manifest
-from tokenmill.bench.results.mlperf_reports import MlperfReport, as_json
-from tokenmill.bench.results.reports import Facts
+from tokenmill.bench.results.mlperf_reports import MlperfReport
+from tokenmill.bench.results.reports import Facts, as_json
 from tokenmill.core.metrics import RequestTimes
 
 SUMMARY, PAGE, EVENTS = "summary.json", "report.html", "events.csv"
@@ -81,7 +81,7 @@ def mlperf_page(report: MlperfReport, times: Sequence[RequestTimes], facts: Fact
     if report.accuracy is not None:
         sections.append(_accuracy_section(report))
     machine = "The machine that ran LoadGen."
-    sections += html.facts_sections(facts["configuration"], facts, machine)
+    sections += html.facts_sections(facts.configuration, facts, machine)
     valid = report.result == "VALID"
     return ReportPage(
         title=report.headline,

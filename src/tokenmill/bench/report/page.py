@@ -192,9 +192,9 @@ def plain(value: Any) -> str:
 
 def facts_sections(configuration: Mapping[str, Any], facts: Facts, machine: str) -> list[Section]:
     """The configuration, and hardware and software as a manifest has them."""
-    hardware = dict(facts["hardware"])
+    hardware = dict(facts.hardware)
     hardware["memory"] = f"{hardware.pop('memory_bytes') / 2**30:.0f} GiB"
-    software = dict(facts["software"])
+    software = dict(facts.software)
     software["tokenmill_source"] = software.pop("tokenmill_source_sha256", "")[:SHOWN_DIGITS]
     return [
         Section("Configuration", [pairs(configuration)]),
@@ -204,4 +204,4 @@ def facts_sections(configuration: Mapping[str, Any], facts: Facts, machine: str)
 
 def started(facts: Facts) -> str:
     """When the run began, for a chip."""
-    return facts["started_at"].replace("T", " ").removesuffix("+00:00") + " UTC"
+    return facts.started_at.replace("T", " ").removesuffix("+00:00") + " UTC"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tokenmill.bench.client.connections import CANCELLED
 from tokenmill.bench.client.records import LoadRecord
@@ -29,7 +28,7 @@ from tokenmill.bench.report.charts import (
 )
 from tokenmill.bench.report.tables import LABELS, label_of
 from tokenmill.bench.report.timeline import Windows, counted, in_flight, timeline
-from tokenmill.bench.results.reports import LatencyName, PointReport
+from tokenmill.bench.results.reports import ABSENT, LatencyName, PointReport
 from tokenmill.core.metrics import NS_PER_MS, PERCENTS, USER_PERCENTILE, percentile
 
 MAX_CURVES = 6  # in one chart of a sweep
@@ -61,8 +60,7 @@ class PointRecords:
 
     def limits(self, name: str) -> list[Mark]:
         """The limit of the SLO on a latency."""
-        goodput: Mapping[str, Any] = self.summary.get("goodput") or {}
-        limit = goodput.get(f"{name}_ms")
+        limit = getattr(self.summary.goodput or None, f"{name}_ms", None)
         return [Mark("limit", limit, limit=True)] if limit else []
 
 
@@ -109,7 +107,7 @@ def _ttft_series(point: PointRecords, windows: Windows) -> list[ChartSeries]:
 
 def sweep_curves(points: Sequence[PointRecords]) -> Iterable[Chart]:
     """The cumulative latencies of all points, a curve each."""
-    curves = {point.summary["load"]: point.latencies() for point in _some(points)}
+    curves = {point.summary.load: point.latencies() for point in _some(points)}
     for name in ("ttft", "tpot", "e2e"):
         groups = {load: found[name] for load, found in curves.items() if name in found}
         if groups:
@@ -126,13 +124,13 @@ def _some(points: Sequence[PointRecords]) -> Sequence[PointRecords]:
 
 def pareto(points: Sequence[PointReport]) -> Chart:
     """Throughput of the system against that of each user; the frontier joins what nothing beats."""
-    per_gpu = all("price" in point for point in points)
-    ordered = sorted(points, key=lambda p: p["tok_s_user"] or 0.0)
-    xs = [point["tok_s_user"] or 0.0 for point in ordered]
-    ys = [p["price"]["output_tok_s_gpu"] if per_gpu else p["output_tok_s"] for p in ordered]
+    per_gpu = all(point.price for point in points)
+    ordered = sorted(points, key=lambda p: p.tok_s_user or 0.0)
+    xs = [point.tok_s_user or 0.0 for point in ordered]
+    ys = [p.price.output_tok_s_gpu if per_gpu else p.output_tok_s for p in ordered]
     # From the right, a point is on the frontier when it is higher than all before.
     frontier = [y if y > max(ys[i + 1 :], default=-1.0) else None for i, y in enumerate(ys)]
-    shape: Shape = "steps" if "region" in points[0] else "line"  # as MLPerf Endpoints has it
+    shape: Shape = "steps" if points[0].region is not ABSENT else "line"  # as its rules have it
     unit = "output tok/s per GPU" if per_gpu else "output tok/s"
     labels = [_user_label(point, x) for point, x in zip(ordered, xs, strict=True)]
     said = [f"{label}, {short(y)} {unit}" for label, y in zip(labels, ys, strict=True)]
@@ -149,27 +147,27 @@ def pareto(points: Sequence[PointReport]) -> Chart:
 
 
 def _user_label(point: PointReport, per_user: float) -> str:
-    usd = point["price"]["usd_per_million_output"] if "price" in point else None
+    usd = point.price.usd_per_million_output if point.price else None
     price = f" (${usd:,.2f} per M output tokens)" if usd is not None else ""
-    return f"{point['load']}: {short(per_user)} tok/s/user{price}"
+    return f"{point.load}: {short(per_user)} tok/s/user{price}"
 
 
 def _load_name(point: PointReport) -> str:
     """The load in a word: 16, or 4/s."""
-    if point["concurrency"] is not None:
-        return str(point["concurrency"])
-    return f"{point['rate']:g}/s" if point["rate"] else str(point["load"])
+    if point.concurrency is not None:
+        return str(point.concurrency)
+    return f"{point.rate:g}/s" if point.rate else str(point.load)
 
 
 def against_load(points: Sequence[PointReport]) -> Iterable[Chart]:
     """Throughput and latency percentiles, point by point."""
     unit = "output tok/s"
-    rates = {unit: [point["output_tok_s"] for point in points]}
+    rates = {unit: [point.output_tok_s for point in points]}
     yield _by_load("Throughput", points, unit, rates)
     names: tuple[LatencyName, ...] = ("ttft_ms", "tpot_ms")
     for name in names:
-        if all(point.get(name) for point in points):
-            values = {percent: [point[name][percent] for point in points] for percent in PERCENTS}
+        if all(getattr(point, name) for point in points):
+            values = {percent: [getattr(p, name)[percent] for p in points] for percent in PERCENTS}
             yield _by_load(label_of(name), points, MS, values)
 
 
@@ -182,7 +180,7 @@ def _by_load(
     ]
     pad, write = 0.15, in_ms if unit == MS else short
     ticks = [(float(index), _load_name(point)) for index, point in enumerate(points)]
-    title, loads = f"{what} by load", [point["load"] for point in points]
+    title, loads = f"{what} by load", [point.load for point in points]
     first, shown = next(iter(values.items()))
     said = "; ".join(f"{load} {write(value)}" for load, value in zip(loads, shown, strict=True))
     return Chart(

@@ -9,7 +9,13 @@ from typing import Any
 
 from tokenmill.bench.client.records import LoadRecord
 from tokenmill.bench.client.summary import num_tokens, times_of
-from tokenmill.bench.results.reports import LatencyName, OccurrenceName, PointReport
+from tokenmill.bench.results.reports import (
+    ABSENT,
+    LatencyName,
+    OccurrenceName,
+    PointReport,
+    as_json,
+)
 from tokenmill.core.metrics import PERCENTS, USER_PERCENTILE, min_values
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
@@ -25,23 +31,23 @@ FEW = "*"  # beside a percentile of too few values
 def points_table(points: Sequence[PointReport]) -> list[list[str]]:
     """A row per point."""
     columns: dict[str, Callable[[PointReport], str]] = {
-        "load": lambda p: str(p["load"]),
-        "answered": lambda p: f"{p['num_completed']:,}",
-        "failed": lambda p: f"{p['num_failed']:,}",
-        "requests/s": lambda p: f"{p['request_s']:,.2f}",
-        "output tok/s": lambda p: f"{p['output_tok_s']:,.1f}",
-        "total tok/s": lambda p: f"{p['total_tok_s']:,.1f}",
-        "tok/s/user": lambda p: _marked(p, "tpot_ms", USER_PERCENTILE, cell(p.get("tok_s_user"))),
+        "load": lambda p: str(p.load),
+        "answered": lambda p: f"{p.num_completed:,}",
+        "failed": lambda p: f"{p.num_failed:,}",
+        "requests/s": lambda p: f"{p.request_s:,.2f}",
+        "output tok/s": lambda p: f"{p.output_tok_s:,.1f}",
+        "total tok/s": lambda p: f"{p.total_tok_s:,.1f}",
+        "tok/s/user": lambda p: _marked(p, "tpot_ms", USER_PERCENTILE, cell(p.tok_s_user or None)),
     }
-    if any("num_image_tokens" in point for point in points):
-        columns["image tokens"] = lambda p: f"{p.get('num_image_tokens', 0):,}"
-    if any("goodput" in point for point in points):
-        columns["good share"] = lambda p: f"{p['goodput']['good_share']:.1%}"
-        columns["good requests/s"] = lambda p: f"{p['goodput']['request_s']:,.2f}"
-    if any("price" in point for point in points):
-        columns["$/M output"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
-        columns["$/M total"] = lambda p: cell(p["price"]["usd_per_million_total"], 3)
-    streamed = any("ttft_ms" in point for point in points)
+    if any(point.num_image_tokens for point in points):
+        columns["image tokens"] = lambda p: f"{p.num_image_tokens or 0:,}"
+    if any(point.goodput for point in points):
+        columns["good share"] = lambda p: f"{p.goodput.good_share:.1%}"
+        columns["good requests/s"] = lambda p: f"{p.goodput.request_s:,.2f}"
+    if any(point.price for point in points):
+        columns["$/M output"] = lambda p: cell(p.price.usd_per_million_output, 3)
+        columns["$/M total"] = lambda p: cell(p.price.usd_per_million_total, 3)
+    streamed = any(point.ttft_ms is not ABSENT for point in points)
     latencies: tuple[LatencyName, ...] = ("ttft_ms", "tpot_ms") if streamed else ("e2e_ms",)
     for key in latencies if len(points) > 1 else ():
         for percent in ("p50", "p99"):
@@ -52,18 +58,18 @@ def points_table(points: Sequence[PointReport]) -> list[list[str]]:
 def curve_table(points: Sequence[PointReport]) -> list[list[str]]:
     """A row per point of a campaign, in the words of MLPerf Endpoints."""
     columns: dict[str, Callable[[PointReport], str]] = {
-        "concurrency": lambda p: str(p["concurrency"]),
-        "region": lambda p: str(p["region"]),
-        "answered": lambda p: f"{p['num_completed']:,}",
-        "failed": lambda p: f"{p['num_failed']:,}",
-        "seconds": lambda p: cell(p["seconds"], 1),
-        "system_tps (tok/s)": lambda p: cell(p["system_tps"], 1),
-        "tps_per_user (tok/s)": lambda p: cell(p["tps_per_user"]),
-        "ttft_p90_ms": lambda p: cell(p["ttft_p90_ms"]),
-        "on the curve": lambda p: "yes" if p["on_front"] else "no",
+        "concurrency": lambda p: str(p.concurrency),
+        "region": lambda p: str(p.region),
+        "answered": lambda p: f"{p.num_completed:,}",
+        "failed": lambda p: f"{p.num_failed:,}",
+        "seconds": lambda p: cell(p.seconds, 1),
+        "system_tps (tok/s)": lambda p: cell(p.system_tps, 1),
+        "tps_per_user (tok/s)": lambda p: cell(p.tps_per_user),
+        "ttft_p90_ms": lambda p: cell(p.ttft_p90_ms),
+        "on the curve": lambda p: "yes" if p.on_front else "no",
     }
-    if any("price" in point for point in points):
-        columns["$/M output"] = lambda p: cell(p["price"]["usd_per_million_output"], 3)
+    if any(point.price for point in points):
+        columns["$/M output"] = lambda p: cell(p.price.usd_per_million_output, 3)
     return [list(columns), *([show(point) for show in columns.values()] for point in points)]
 
 
@@ -73,7 +79,10 @@ def label_of(key: str) -> str:
 
 
 def _latency_column(key: LatencyName, percent: str) -> Callable[[PointReport], str]:
-    return lambda point: _marked(point, key, percent, cell(point.get(key, {}).get(percent)))
+    def shown(point: PointReport) -> str:
+        return _marked(point, key, percent, cell((getattr(point, key) or {}).get(percent)))
+
+    return shown
 
 
 def _marked(point: PointReport, key: str, name: str, text: str) -> str:
@@ -83,18 +92,18 @@ def _marked(point: PointReport, key: str, name: str, text: str) -> str:
 def is_thin(point: PointReport, key: str, name: str) -> bool:
     """True for a percentile of too few values."""
     base = key.replace("_from_schedule", "").replace("_n1", "")
-    few = point["too_few"].get(base)
-    return few is not None and name in few["percentiles"]
+    few = point.too_few.get(base)
+    return few is not None and name in few.percentiles
 
 
 def cautions(points: Sequence[PointReport]) -> list[str]:
     """A sentence per percentile that stands on too few values at some point."""
     least: dict[str, dict[str, int]] = {}  # of a percentile, by latency
     for point in points:
-        for key, few in point.get("too_few", {}).items():
-            for name in few["percentiles"]:
+        for key, few in point.too_few.items():
+            for name in few.percentiles:
                 counts = least.setdefault(name, {})
-                counts[key] = min(few["num_values"], counts.get(key, few["num_values"]))
+                counts[key] = min(few.num_values, counts.get(key, few.num_values))
     return [
         f"{name} needs {min_values(PERCENTS[name])} values: "
         + ", ".join(f"{label_of(key)} has {count}" for key, count in least[name].items())
@@ -107,9 +116,9 @@ def latency_table(point: PointReport) -> list[list[str]]:
     """A row per latency of one point."""
     names = ("mean", "p50", "p90", "p99", "max")
     rows = [["latency (ms)", *names, "95 % of p50"]]
-    coalesced = point.get("tokens_per_output", 0) > 1
+    coalesced = point.tokens_per_output > 1
     for key in LATENCIES:
-        if (summary := point.get(key)) and (coalesced or key != "tpot_n1_ms"):
+        if (summary := getattr(point, key)) and (coalesced or key != "tpot_n1_ms"):
             low, high = summary.get("ci95", {}).get("p50", (None, None))
             bounds = "-" if low is None else f"{low:,.2f} to {high:,.2f}"
             cells = [_marked(point, key, name, cell(summary[name])) for name in names]
@@ -130,16 +139,15 @@ def server_table(points: Sequence[PointReport]) -> list[list[str]]:
         "accepted drafts": ("acceptance_positions", ".0%"),
         "server's mean TTFT (ms)": ("ttft_mean_ms", ",.2f"),
     }
-    told: list[tuple[str, Mapping[str, Any]]]
-    told = [(point["load"], point["server"]) for point in points if point.get("server")]
+    told = [(point.load, point.server) for point in points if point.server]
     known = {
         label: (key, form)
         for label, (key, form) in columns.items()
-        if any(server.get(key) not in (None, []) for _, server in told)
+        if any(getattr(server, key) not in (None, []) for _, server in told)
     }
     rows = [["the server says", *known]]
     for load, server in told:
-        rows.append([load, *(_shown(server.get(key), form) for key, form in known.values())])
+        rows.append([load, *(_shown(getattr(server, key), form) for key, form in known.values())])
     return rows
 
 
@@ -155,32 +163,32 @@ def cell(value: float | None, digits: int = 2) -> str:
 
 def audit_line(points: Sequence[PointReport]) -> str:
     """The client's part in one sentence."""
-    audits = [point["audit"] for point in points]
-    lag = max((a["lag_ms"].get("p99", 0.0) for a in audits), default=0.0)
-    cpu, stall = max(a["cpu_share"] for a in audits), max(a["max_stall_ms"] for a in audits)
+    audits = [point.audit for point in points]
+    lag = max((a.lag_ms.get("p99", 0.0) for a in audits), default=0.0)
+    cpu, stall = max(a.cpu_share for a in audits), max(a.max_stall_ms for a in audits)
     line = (
-        f"client: {audits[-1]['num_processes']} process(es), {cpu:.0%} of a core at most; 99 % of "
+        f"client: {audits[-1].num_processes} process(es), {cpu:.0%} of a core at most; 99 % of "
         f"requests left within {lag:.2f} ms of their time; longest stall {stall:.0f} ms"
     )
-    alone = audits[-1]["floor"]
+    alone = audits[-1].floor
     if alone is None:
         return line
-    own = alone["latency_ms"].get("p50", 0.0)
-    return f"{line}; alone it does {alone['request_s']:,.0f} req/s and adds {own:.2f} ms"
+    own = alone.latency_ms.get("p50", 0.0)
+    return f"{line}; alone it does {alone.request_s:,.0f} req/s and adds {own:.2f} ms"
 
 
 def error_table(points: Sequence[PointReport], key: OccurrenceName) -> list[list[str]]:
     """A row per class of `errors` or of `doubts`, with what the first one said."""
     rows = [["load", "class", "first message", "count"]]
     for point in points:
-        for name, entry in point[key].items():
-            rows.append([point["load"], name, entry["first"], f"{entry['count']:,}"])
+        for name, entry in getattr(point, key).items():
+            rows.append([point.load, name, entry.first, f"{entry.count:,}"])
     return rows
 
 
 def summary_csv(points: Sequence[PointReport]) -> str:
     """A line per point: every figure, under the names of summary.json joined by underscores."""
-    rows = [dict(_flat(point)) for point in points]
+    rows = [dict(_flat(as_json(point))) for point in points]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return _csv(columns, ([row.get(name) for name in columns] for row in rows))
 
@@ -210,7 +218,7 @@ def events_csv(points: Sequence[PointReport], records: Sequence[LoadRecord], str
     for record in records:
         planned_ns = min(record.planned_ns, begins.get(record.point, record.planned_ns))
         begins[record.point] = planned_ns
-    lines = (_event(points[r.point]["load"], r, begins[r.point], stream) for r in records)
+    lines = (_event(points[r.point].load, r, begins[r.point], stream) for r in records)
     return _csv(EVENT_COLUMNS, lines)
 
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.bench.results.intervals import CONFIDENCE, Estimate, ratio_interval
-from tokenmill.bench.results.reports import CompareReport, Comparison, RoundReport, RowReport
+from tokenmill.bench.results.reports import (
+    CompareReport,
+    Comparison,
+    PointComparison,
+    RoundReport,
+    RowReport,
+)
 from tokenmill.bench.results.result import ResultPoint, ToolResult
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.metrics import usd_per_million_tokens
@@ -110,16 +116,16 @@ class MetricRow:
     def report(self, threshold: float, confidence: float, decides: bool) -> RowReport:
         """For the JSON line."""
         bounds = self.interval(confidence)
-        return {
-            "metric": self.metric.name,
-            "label": self.metric.label,
-            "baseline": self.baseline,
-            "other": self.other,
-            "change": round(self.other / self.baseline - 1, 5),
-            "speedup": round(self.speedup, 5),
-            "ci95": [round(bound, 5) for bound in bounds] if bounds else None,
-            "verdict": self.verdict(threshold, confidence) if decides else None,
-        }
+        return RowReport(
+            metric=self.metric.name,
+            label=self.metric.label,
+            baseline=self.baseline,
+            other=self.other,
+            change=round(self.other / self.baseline - 1, 5),
+            speedup=round(self.speedup, 5),
+            ci95=[round(bound, 5) for bound in bounds] if bounds else None,
+            verdict=self.verdict(threshold, confidence) if decides else None,
+        )
 
 
 def compare(rounds: Sequence[ToolResult], threshold: float) -> CompareReport:
@@ -128,24 +134,23 @@ def compare(rounds: Sequence[ToolResult], threshold: float) -> CompareReport:
     for one in rounds:
         _add_derived(one)
     pairs = zip(names[1:], rounds[1:], strict=True)
-    return {
-        "benchmark": "compare",
-        "rounds": [_describe(name, one) for name, one in zip(names, rounds, strict=True)],
-        "noise_threshold": threshold,
-        "comparisons": [_compare(rounds[0], other, name, threshold) for name, other in pairs],
-    }
+    return CompareReport(
+        rounds=[_describe(name, one) for name, one in zip(names, rounds, strict=True)],
+        noise_threshold=threshold,
+        comparisons=[_compare(rounds[0], other, name, threshold) for name, other in pairs],
+    )
 
 
 def _describe(name: str, one: ToolResult) -> RoundReport:
-    return {
-        "name": name,
-        "source": one.source,
-        "tool": one.tool,
-        "gpus": one.gpus,
-        "usd_per_gpu_hour": one.usd_per_gpu_hour,
-        "loads": [point.load for point in one.points],
-        "notices": one.notices,
-    }
+    return RoundReport(
+        name=name,
+        source=one.source,
+        tool=one.tool,
+        gpus=one.gpus,
+        usd_per_gpu_hour=one.usd_per_gpu_hour,
+        loads=[point.load for point in one.points],
+        notices=one.notices,
+    )
 
 
 def _add_derived(one: ToolResult) -> None:
@@ -182,25 +187,25 @@ def _compare(baseline: ToolResult, other: ToolResult, name: str, threshold: floa
         verdict = UNLIKE
     elif doubts and verdict != NOTHING:  # something else may explain it
         verdict += ", in doubt"
-    return {
-        "baseline": "A",
-        "other": name,
-        "confidence": confidence,
-        "verdict": verdict,
-        "headline": headline,
-        "doubts": doubts,
-        "changed": changes(baseline, other),
-        "warnings": warnings,
-        "only_baseline": alone[0],
-        "only_other": alone[1],
-        "points": [
-            {
-                "load": load,
-                "rows": [row.report(threshold, confidence, id(row) in ids) for row in rows],
-            }
+    return Comparison(
+        baseline="A",
+        other=name,
+        confidence=confidence,
+        verdict=verdict,
+        headline=headline,
+        doubts=doubts,
+        changed=changes(baseline, other),
+        warnings=warnings,
+        only_baseline=alone[0],
+        only_other=alone[1],
+        points=[
+            PointComparison(
+                load=load,
+                rows=[row.report(threshold, confidence, id(row) in ids) for row in rows],
+            )
             for load, rows in by_load
         ],
-    }
+    )
 
 
 def _matched(baseline: ToolResult, other: ToolResult) -> list[tuple[ResultPoint, ResultPoint]]:

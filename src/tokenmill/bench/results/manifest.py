@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenmill
-from tokenmill.bench.results.reports import Facts, FileDigest, Manifest, VerifyReport
+from tokenmill.bench.results.reports import Facts, VerifyReport, as_json
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.installation import package_version
 
@@ -44,15 +44,15 @@ def utc_now() -> str:
 
 def make_facts(benchmark: str, configuration: Mapping[str, Any], started_at: str) -> Facts:
     """The manifest without its files: software, hardware, settings and times of the run."""
-    return {
-        "format": FORMAT,
-        "benchmark": benchmark,
-        "started_at": started_at,
-        "ended_at": utc_now(),
-        "software": software(),
-        "hardware": hardware(),
-        "configuration": public(configuration),
-    }
+    return Facts(
+        format=FORMAT,
+        benchmark=benchmark,
+        started_at=started_at,
+        ended_at=utc_now(),
+        software=software(),
+        hardware=hardware(),
+        configuration=public(configuration),
+    )
 
 
 def public(values: Any) -> Any:
@@ -127,15 +127,15 @@ def gpus() -> list[str]:
 
 def write_manifest(folder: Path, facts: Facts) -> None:
     """The last file of a result: it has the digests of all the others."""
-    manifest: Manifest = {**facts, "files": file_digests(folder), "digest": ""}
+    manifest = as_json(facts) | {"files": file_digests(folder)}
     manifest["digest"] = _digest(manifest)
     text = json.dumps(manifest, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def file_digests(folder: Path) -> dict[str, FileDigest]:
+def file_digests(folder: Path) -> dict[str, dict[str, Any]]:
     """SHA-256 and size of every file of a folder, but of its manifest."""
-    found: dict[str, FileDigest] = {}
+    found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST:
@@ -152,7 +152,7 @@ def _digest(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder, or one sentence on why there is none."""
     if not folder.is_dir():
         raise BenchError(f"{folder} is not a folder")
@@ -162,12 +162,12 @@ def read_manifest(folder: Path) -> Manifest:
         hint = f"; {below.parent} is one" if below else ""
         raise BenchError(f"{folder} has no {MANIFEST}: it is not the folder of a result{hint}")
     try:
-        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BenchError(f"{path} is not JSON ({error}): the file was edited") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise BenchError(f"{path} lists no files: it was edited, or is not a result's manifest")
-    return manifest
+    return dict(manifest)
 
 
 def verify(folder: Path) -> VerifyReport:
@@ -178,13 +178,13 @@ def verify(folder: Path) -> VerifyReport:
     if manifest.get("digest") != _digest(manifest):
         changed.append(MANIFEST)
     missing, extra = _without(listed, found), _without(found, listed)
-    return {
-        "ok": not (changed or missing or extra),
-        "num_files": len(listed),
-        "changed": changed,
-        "missing": missing,
-        "extra": extra,
-    }
+    return VerifyReport(
+        ok=not (changed or missing or extra),
+        num_files=len(listed),
+        changed=changed,
+        missing=missing,
+        extra=extra,
+    )
 
 
 def _without(names: Iterable[str], others: Mapping[str, Any]) -> list[str]:

@@ -139,9 +139,3 @@ def fields_of(report: MlperfReport) -> Fields:
     values = msgspec.structs.asdict(report)
     fields = msgspec.structs.fields(report)
     return {f.name: values[f.name] for f in fields if values[f.name] is not f.default}
-
-
-def as_json(report: msgspec.Struct) -> dict[str, Any]:
-    """What JSON has of a report."""
-    found: dict[str, Any] = msgspec.to_builtins(report)
-    return found

@@ -16,11 +16,11 @@ from tokenmill.bench.offline import OURS
 from tokenmill.bench.results.mlperf_reports import MlperfReport
 from tokenmill.bench.results.reports import (
     LIMITS,
+    CellReport,
     EndpointReport,
-    LadderReport,
     LatencyName,
     PointReport,
-    ThroughputReport,
+    RungReport,
 )
 from tokenmill.bench.results.result import (
     Json,
@@ -51,52 +51,55 @@ MLPERF_CONFIG = (
 MIN_DURATION_MS = 600_000  # of a valid run
 
 
-def read_endpoint(data: EndpointReport, path: Path) -> ToolResult:
+def read_endpoint(data: Json, path: Path) -> ToolResult:
     """A report with points; with events.jsonl beside it every request counts."""
-    config = dict(data.get("config") or {})
-    points = [_endpoint_point(point) for point in data["points"]]
-    notices = ["interrupted, so of what had finished"] if data.get("interrupted") else []
-    if data.get("quick"):
+    report = msgspec.convert(data, EndpointReport)
+    config, raws = report.config, report.points
+    points = [_endpoint_point(raw) for raw in raws]
+    notices = ["interrupted, so of what had finished"] if report.interrupted else []
+    if report.quick:
         notices.append("a quick run, not a valid submission")
-    notices += [n for raw in data["points"] if (n := _failures(raw))]
-    notices += [n for raw in data["points"] for n in _doubts(raw)]
-    notices += all_warnings([p for p in data["points"] if p.get("audit")])
+    notices += [n for raw in raws if (n := _failures(raw))]
+    notices += [n for raw in raws for n in _doubts(raw)]
+    notices += all_warnings([raw for raw in raws if raw.audit])
     events = path.parent / EVENTS
     if path.name == "summary.json" and events.is_file():
-        notices += _add_events(events, data, points)
+        notices += _add_events(events, report, points)
     facts = {key: data[key] for key in ("url", "model", "api", "stream") if key in data}
-    given = config | (data.get("settings") or {})
+    given = config | report.settings
     kept = {key: value for key, value in given.items() if key not in NOT_CONFIG}
-    price: Json = next((p["price"] for p in data["points"] if "price" in p), {})
+    price = next((raw.price for raw in raws if raw.price), None)
     return ToolResult(
         str(path),
         OWN,
         points,
         flat(kept | facts),
-        config.get("gpus") or price.get("gpus"),
-        config.get("price_per_gpu_hour") or price.get("usd_per_gpu_hour"),
+        config.get("gpus") or (price.gpus if price else None),
+        config.get("price_per_gpu_hour") or (price.usd_per_gpu_hour if price else None),
         notices,
     )
 
 
 def _endpoint_point(raw: PointReport) -> ResultPoint:
-    load, key = load_key(raw.get("concurrency"), raw.get("rate"), raw["load"])
+    load, key = load_key(raw.concurrency, raw.rate, raw.load)
     point = ResultPoint(load, key)
-    point.values = present({n: raw.get(n) for n in ("output_tok_s", "total_tok_s", "request_s")})
+    rates = ("output_tok_s", "total_tok_s", "request_s")
+    point.values = present({name: getattr(raw, name) for name in rates})
     for name in LATENCIES:
-        point.add(name, raw.get(name))
-    if bounds := raw.get("output_tok_s_ci95"):
+        point.add(name, getattr(raw, name) or None)
+    if bounds := raw.output_tok_s_ci95:
         point.intervals["output_tok_s"] = (bounds[0], bounds[1])
-    if good := raw.get("goodput"):
-        rates = {"good_request_s": good["request_s"], "good_output_tok_s": good["output_tok_s"]}
-        point.values |= present(rates)
-        point.slo = ", ".join(f"{name} {good[name]:g}" for name in LIMITS if good.get(name))
-    count = raw["num_completed"]
+    if good := raw.goodput:
+        found = {"good_request_s": good.request_s, "good_output_tok_s": good.output_tok_s}
+        point.values |= present(found)
+        limits = {name: getattr(good, name) for name in LIMITS}
+        point.slo = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit)
+    count = raw.num_completed
     point.facts = present(
         {
             "requests": count,
-            "input_tokens": per_request(raw.get("num_prompt_tokens"), count),
-            "output_tokens": per_request(raw.get("num_output_tokens"), count),
+            "input_tokens": per_request(raw.num_prompt_tokens, count),
+            "output_tokens": per_request(raw.num_output_tokens, count),
             "prefix_hits": _prefix_hits(raw),
         }
     )
@@ -104,40 +107,39 @@ def _endpoint_point(raw: PointReport) -> ResultPoint:
 
 
 def _failures(raw: PointReport) -> str:
-    failed = raw.get("num_failed", 0)
-    sent = failed + raw["num_completed"]
-    return f"{failed} of {sent} requests failed at {raw['load']}" if failed else ""
+    failed = raw.num_failed
+    sent = failed + raw.num_completed
+    return f"{failed} of {sent} requests failed at {raw.load}" if failed else ""
 
 
 def _doubts(raw: PointReport) -> list[str]:
     return [
-        f"{entry['count']} x {name} at {raw['load']}: {entry['first']}"
-        for name, entry in raw.get("doubts", {}).items()
+        f"{entry.count} x {name} at {raw.load}: {entry.first}" for name, entry in raw.doubts.items()
     ]
 
 
 def _prefix_hits(raw: PointReport) -> float | None:
     """The share of prompt tokens, by whoever told it."""
-    if (hits := raw.get("prefix_hits")) and hits["share"] is not None:
-        return hits["share"]
-    server = raw.get("server")
-    return server["prefix_hit_rate"] if server else None
+    if (hits := raw.prefix_hits) and hits.share is not None:
+        return hits.share
+    server = raw.server
+    return server.prefix_hit_rate if server else None
 
 
-def _add_events(path: Path, data: EndpointReport, points: Sequence[ResultPoint]) -> list[str]:
+def _add_events(path: Path, report: EndpointReport, points: Sequence[ResultPoint]) -> list[str]:
     """The requests behind the figures, in the order they were sent."""
     try:
         records = read_records(path)
     except Exception as error:  # msgspec's, whatever is wrong with a line
         raise BenchError(f"{path}: broken events: {error}") from None
-    stream = bool(data.get("stream", True))
+    stream = report.stream
     notices = []
-    for index, (raw, point) in enumerate(zip(data["points"], points, strict=True)):
+    for index, (raw, point) in enumerate(zip(report.points, points, strict=True)):
         whole = [r for r in records if r.point == index and r.error is None]
-        if len(whole) != raw["num_completed"]:
+        if len(whole) != raw.num_completed:
             notices.append(
                 f"{path} has {len(whole)} whole answers at {point.load}, the summary "
-                f"{raw['num_completed']}: it is not used"
+                f"{raw.num_completed}: it is not used"
             )
             continue
         times = [times_of(record, stream) for record in whole]
@@ -190,25 +192,26 @@ def read_mlperf(data: Json, path: Path) -> ToolResult:
     return ToolResult(str(path), OWN, [point], config, gpus or None, None, notices)
 
 
-def read_throughput(data: ThroughputReport, path: Path) -> ToolResult:
+def read_throughput(data: Json, path: Path) -> ToolResult:
     """The JSON line of `bench throughput`: a point for every cell, several runs behind each."""
     points = []
-    for name, by_engine in data["cells"].items():
+    cells = msgspec.convert(data["cells"], dict[str, dict[str, CellReport]])
+    for name, by_engine in cells.items():
         raw = by_engine[OURS]
         point = ResultPoint(name, ("cell", name))
-        point.values = {"output_tok_s": raw["output_tok_s"], "total_tok_s": raw["total_tok_s"]}
+        point.values = {"output_tok_s": raw.output_tok_s, "total_tok_s": raw.total_tok_s}
         point.runs = {
-            n: [value * run / raw["tok_s"] for run in raw["tok_s_runs"]]
+            n: [value * run / raw.tok_s for run in raw.tok_s_runs]
             for n, value in point.values.items()
         }
-        point.add("ttft_ms", raw.get("ttft_ms"))
-        point.add("tpot_ms", raw.get("tpot_ms"))
-        count = raw["num_prompts"]
+        point.add("ttft_ms", raw.ttft_ms or None)
+        point.add("tpot_ms", raw.tpot_ms or None)
+        count = raw.num_prompts
         point.facts = present(
             {
                 "requests": count,
-                "input_tokens": per_request(raw["num_input_tokens"], count),
-                "output_tokens": per_request(raw["num_output_tokens"], count),
+                "input_tokens": per_request(raw.num_input_tokens, count),
+                "output_tokens": per_request(raw.num_output_tokens, count),
             }
         )
         points.append(point)
@@ -218,16 +221,16 @@ def read_throughput(data: ThroughputReport, path: Path) -> ToolResult:
     return ToolResult(str(path), OWN, points, config, gpus)
 
 
-def read_ladder(data: LadderReport, path: Path) -> ToolResult:
+def read_ladder(data: Json, path: Path) -> ToolResult:
     """The JSON line of `bench ladder`: a point for every rung that ran."""
     points = [
         ResultPoint(
-            row["name"],
-            ("rung", row["rung"]),
-            {"output_tok_s": row["tok_s"], "usd_per_million_output": row["usd_per_million"]},
+            row.name,
+            ("rung", row.rung),
+            {"output_tok_s": row.tok_s, "usd_per_million_output": row.usd_per_million},
         )
-        for row in data["rungs"]
-        if "tok_s" in row
+        for row in msgspec.convert(data["rungs"], list[RungReport])
+        if row.tok_s
     ]
     config = {key: data.get(key) for key in ("model", "device", "workload")}
     on_gpu = data.get("device") == "cuda"

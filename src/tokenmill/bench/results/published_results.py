@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+
+import msgspec
 
 from tokenmill.bench.results.native_results import LOADGEN
-from tokenmill.bench.results.reports import EntryReport, PlacedReport
+from tokenmill.bench.results.reports import PlacedReport, PublishedEntry
 from tokenmill.bench.results.result import ToolResult
 from tokenmill.bench.workload import BenchError
 
@@ -25,38 +26,6 @@ FIGURES = {  # of a round, in the unit of the table
 MISLABELED = ("v5.1", "llama3.1-8b", "Interactive")  # as Queries/s; the logs have tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedEntry:
-    """One published row."""
-
-    round: str
-    id: str
-    division: str
-    submitter: str
-    availability: str
-    system: str
-    accelerator: str
-    nodes: int
-    accelerators: int  # 0: a system without
-    benchmark: str
-    scenario: str
-    result: float
-    unit: str
-    weights: str
-    software: str
-
-    @property
-    def per_accelerator(self) -> float | None:
-        """None for latencies, and where there is no accelerator."""
-        if self.unit == LATENCY or not self.accelerators:
-            return None
-        return self.result / self.accelerators
-
-    def report(self) -> EntryReport:
-        """The row as JSON has it."""
-        return cast(EntryReport, asdict(self) | {"per_accelerator": self.per_accelerator})
-
-
 def read_table(path: Path = TABLE) -> list[PublishedEntry]:
     """All rows of the shipped table."""
     with path.open(encoding="utf-8", newline="") as file:
@@ -65,15 +34,15 @@ def read_table(path: Path = TABLE) -> list[PublishedEntry]:
 
 def _entry(row: dict[str, str]) -> PublishedEntry:
     mislabeled = (row["round"], row["benchmark"], row["scenario"]) == MISLABELED
-    texts = {
-        name: row[name].strip() for name in row if name not in ("nodes", "accelerators", "result")
-    }
-    return PublishedEntry(
-        **texts | {"unit": TOKENS if mislabeled else row["unit"]},
-        nodes=int(row["nodes"]),
-        accelerators=int(row["accelerators"]),
-        result=float(row["result"]),
+    texts = {name: text.strip() for name, text in row.items()}
+    entry = msgspec.convert(
+        texts | ({"unit": TOKENS} if mislabeled else {}),
+        PublishedEntry,
+        strict=False,
     )
+    if entry.unit != LATENCY and entry.accelerators:
+        entry.per_accelerator = entry.result / entry.accelerators
+    return entry
 
 
 def overview(table: Iterable[PublishedEntry]) -> dict[str, dict[str, int]]:
@@ -176,12 +145,12 @@ def place(entries: Sequence[PublishedEntry], ours: Ours) -> PlacedReport:
         value = ours.result / ours.accelerators
         better = sum(other > value for other in values)
         share = value / max(values)
-    return {
-        "result": ours.result,
-        "accelerators": ours.accelerators,
-        "per_accelerator": None if latency else value,
-        "rank": better + 1,
-        "of": len(values) + 1,
-        "share_of_best": round(share, 4),
-        "notices": list(ours.notices),
-    }
+    return PlacedReport(
+        result=ours.result,
+        accelerators=ours.accelerators,
+        per_accelerator=None if latency else value,
+        rank=better + 1,
+        of=len(values) + 1,
+        share_of_best=round(share, 4),
+        notices=list(ours.notices),
+    )

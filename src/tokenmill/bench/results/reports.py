@@ -1,12 +1,16 @@
 """The JSON reports that one module writes and others read, field by field.
 
-Fields that only some runs have are NotRequired. A latency is a summary by statistic: mean, p50,
-p90, p99, max, and ci95 with bounds where there are enough requests; {} where there is none.
+A field that a run does not have is ABSENT: false, and not in the JSON. A latency is a summary by
+statistic: mean, p50, p90, p99, max, and ci95 with bounds where there are enough requests; {} where
+there is none.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET
 
 from tokenmill.core.metrics import Acceptance
 
@@ -20,21 +24,28 @@ OccurrenceName = Literal["errors", "doubts"]
 OCCURRENCES: tuple[OccurrenceName, ...] = ("errors", "doubts")
 
 
-class Occurrence(TypedDict):
+ABSENT: Any = UNSET
+
+
+class Report(msgspec.Struct):
+    """A part of a JSON line; what older versions did not write has a default."""
+
+
+class Occurrence(Report, kw_only=True):
     """One class of errors or of doubts."""
 
-    count: int
+    count: int = 1
     first: str  # what the first one said
 
 
-class TooFew(TypedDict):
+class TooFew(Report, kw_only=True):
     """Percentiles for which there are too few values."""
 
     num_values: int
     percentiles: list[str]
 
 
-class GoodputReport(TypedDict):
+class GoodputReport(Report, kw_only=True):
     """The requests that kept their limits."""
 
     ttft_ms: float | None
@@ -46,7 +57,7 @@ class GoodputReport(TypedDict):
     output_tok_s: float
 
 
-class PriceReport(TypedDict):
+class PriceReport(Report, kw_only=True):
     """What tokens cost."""
 
     gpus: int
@@ -54,10 +65,10 @@ class PriceReport(TypedDict):
     output_tok_s_gpu: float
     usd_per_million_output: float | None
     usd_per_million_total: float | None
-    usd_per_million_good_output: NotRequired[float | None]
+    usd_per_million_good_output: float | None = ABSENT
 
 
-class BaselineReport(TypedDict):
+class BaselineReport(Report, kw_only=True):
     """The client alone, against a server that answers at once."""
 
     request_s: float
@@ -65,7 +76,7 @@ class BaselineReport(TypedDict):
     latency_ms: Latency
 
 
-class AuditReport(TypedDict):
+class AuditReport(Report, kw_only=True):
     """The client's own figures; `floor` is its baseline."""
 
     num_processes: int
@@ -74,12 +85,12 @@ class AuditReport(TypedDict):
     cpu_share: float
     num_stalls: int
     max_stall_ms: float
-    floor: BaselineReport | None
-    warnings: list[str]
-    client_limited: bool
+    floor: BaselineReport | None = None
+    warnings: list[str] = []
+    client_limited: bool = False
 
 
-class ServerReport(TypedDict):
+class ServerReport(Report, kw_only=True):
     """What the server says of a point; None: it does not say."""
 
     num_readings: int
@@ -98,7 +109,7 @@ class ServerReport(TypedDict):
     queue_mean_ms: float | None
 
 
-class HitsReport(TypedDict):
+class HitsReport(Report, kw_only=True):
     """Shares of the prompt tokens that were hits of the server's prefix cache."""
 
     share: float | None
@@ -107,53 +118,53 @@ class HitsReport(TypedDict):
     num_unexplained: int | None
 
 
-class PointReport(TypedDict):
+class PointReport(Report, kw_only=True):
     """One load of a run against an endpoint."""
 
     load: str
-    concurrency: int | None
-    rate: float | None
-    seconds: float
+    concurrency: int | None = None
+    rate: float | None = None
+    seconds: float = 0.0
     num_completed: int
-    num_failed: int
-    num_unfinished: int
-    num_retried: int
-    errors: dict[str, Occurrence]
-    doubts: dict[str, Occurrence]
-    finish_reasons: dict[str, int]
-    num_prompt_tokens: int
-    num_asked_tokens: NotRequired[int]  # of the prompts, by --input-len, --lengths or --trace
-    num_image_tokens: NotRequired[int]  # of the prompts, as the server counts them
-    num_output_tokens: int
-    request_s: float
-    output_tok_s: float
-    total_tok_s: float
-    outputs_s: float
-    tokens_per_output: float
-    output_tok_s_ci95: NotRequired[list[float]]
-    e2e_ms: Latency
-    ttft_ms: NotRequired[Latency]
-    tpot_ms: NotRequired[Latency]
-    tpot_n1_ms: NotRequired[Latency]
-    itl_ms: NotRequired[Latency]
-    tok_s_user: NotRequired[float | None]
-    ttft_from_schedule_ms: NotRequired[Latency]
-    too_few: dict[str, TooFew]
-    goodput: NotRequired[GoodputReport]
-    price: NotRequired[PriceReport]
-    server: NotRequired[ServerReport]
-    prefix_hits: NotRequired[HitsReport | None]
-    audit: NotRequired[AuditReport]
+    num_failed: int = 0
+    num_unfinished: int = 0
+    num_retried: int = 0
+    errors: dict[str, Occurrence] = {}
+    doubts: dict[str, Occurrence] = {}
+    finish_reasons: dict[str, int] = {}
+    num_prompt_tokens: int = 0
+    num_asked_tokens: int = ABSENT  # of the prompts, by --input-len, --lengths or --trace
+    num_image_tokens: int = ABSENT  # of the prompts, as the server counts them
+    num_output_tokens: int = 0
+    request_s: float = 0.0
+    output_tok_s: float = 0.0
+    total_tok_s: float = 0.0
+    outputs_s: float = 0.0
+    tokens_per_output: float = 0.0
+    output_tok_s_ci95: list[float] = ABSENT
+    e2e_ms: Latency = {}
+    ttft_ms: Latency = ABSENT
+    tpot_ms: Latency = ABSENT
+    tpot_n1_ms: Latency = ABSENT
+    itl_ms: Latency = ABSENT
+    tok_s_user: float | None = ABSENT
+    ttft_from_schedule_ms: Latency = ABSENT
+    too_few: dict[str, TooFew] = {}
+    goodput: GoodputReport = ABSENT
+    price: PriceReport = ABSENT
+    server: ServerReport = ABSENT
+    prefix_hits: HitsReport | None = ABSENT
+    audit: AuditReport = ABSENT
     # Of a campaign, in the words of MLPerf Endpoints.
-    region: NotRequired[str | None]
-    on_front: NotRequired[bool]
-    system_tps: NotRequired[float | None]
-    tps_per_user: NotRequired[float | None]
-    ttft_p90_ms: NotRequired[float | None]
-    tpot_p90_ms: NotRequired[float | None]
+    region: str | None = ABSENT
+    on_front: bool = ABSENT
+    system_tps: float | None = ABSENT
+    tps_per_user: float | None = ABSENT
+    ttft_p90_ms: float | None = ABSENT
+    tpot_p90_ms: float | None = ABSENT
 
 
-class PromptsReport(TypedDict):
+class PromptsReport(Report, kw_only=True):
     """Where the prompts of a run came from."""
 
     seed: int
@@ -162,14 +173,14 @@ class PromptsReport(TypedDict):
     salt: str | None
 
 
-class MetricsSource(TypedDict):
+class MetricsSource(Report, kw_only=True):
     """Where the server's metrics were read, and why there are none."""
 
     url: str
     fault: str | None
 
 
-class TriedLoad(TypedDict):
+class TriedLoad(Report, kw_only=True):
     """One load of a search, over all the points that were measured at it."""
 
     load: float
@@ -179,67 +190,55 @@ class TriedLoad(TypedDict):
     client_limited: bool
 
 
-class OutcomeReport(TypedDict):
-    """How a search for the highest load ended."""
+class SaturationReport(Report, kw_only=True):
+    """How a search for the highest load ended, and the load that it found."""
 
+    by: Literal["rate", "concurrency"]
+    criterion: str  # "throughput" or "goodput"
+    required_share: float | None
     found: float | None
     above: float | None
     stopped: str
     client_limited: bool
     tried: list[TriedLoad]
+    doubts: list[str] = ABSENT
+    duration_s: float = ABSENT
 
 
-class SaturationReport(OutcomeReport):
-    """The load that a search found."""
-
-    by: Literal["rate", "concurrency"]
-    criterion: str  # "throughput" or "goodput"
-    required_share: float | None
-    doubts: NotRequired[list[str]]
-    duration_s: NotRequired[float]
-
-
-class SubmissionReport(TypedDict):
+class SubmissionReport(Report, kw_only=True):
     """Where a campaign's submission was written."""
 
     folder: str
     num_files: int
 
 
-class EndpointReport(TypedDict):
+class EndpointReport(Report, kw_only=True):
     """The JSON line of `bench endpoint` and `bench campaign`."""
 
     benchmark: str
-    url: str
-    model: str
-    api: str
-    stream: bool
-    interrupted: bool
-    server_metrics: MetricsSource | None
-    prompts: PromptsReport
+    url: str = ABSENT
+    model: str = ABSENT
+    api: str = ABSENT
+    stream: bool = True
+    interrupted: bool = False
+    server_metrics: MetricsSource | None = None
+    prompts: PromptsReport = ABSENT
     points: list[PointReport]
-    config: dict[str, Any]
-    settings: dict[str, Any]
-    saturation: NotRequired[SaturationReport]
+    config: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    saturation: SaturationReport = ABSENT
     # Of a campaign.
-    quick: NotRequired[bool]
-    valid_submission: NotRequired[bool]
-    not_valid_because: NotRequired[list[str]]
-    max_concurrency: NotRequired[int]
-    max_concurrency_source: NotRequired[str]
-    search: NotRequired[SaturationReport | None]
-    regions: NotRequired[dict[str, list[int]]]
-    submission: NotRequired[SubmissionReport | None]
+    quick: bool = ABSENT
+    valid_submission: bool = ABSENT
+    not_valid_because: list[str] = ABSENT
+    max_concurrency: int = ABSENT
+    max_concurrency_source: str = ABSENT
+    search: SaturationReport | None = ABSENT
+    regions: dict[str, list[int]] = ABSENT
+    submission: SubmissionReport | None = ABSENT
 
 
-class FileDigest(TypedDict):
-    """One file of a result folder."""
-
-    sha256: str
-    bytes: int
-
-
-class Facts(TypedDict):
+class Facts(Report, kw_only=True):
     """A manifest but for its files: what ran, on what, how and when."""
 
     format: int
@@ -251,14 +250,7 @@ class Facts(TypedDict):
     configuration: dict[str, Any]
 
 
-class Manifest(Facts):
-    """manifest.json of a result folder."""
-
-    files: dict[str, FileDigest]
-    digest: str
-
-
-class VerifyReport(TypedDict):
+class VerifyReport(Report, kw_only=True):
     """Which files of a result folder are not as its manifest has them."""
 
     ok: bool
@@ -268,7 +260,7 @@ class VerifyReport(TypedDict):
     extra: list[str]
 
 
-class RowReport(TypedDict):
+class RowReport(Report, kw_only=True):
     """One metric of two points."""
 
     metric: str
@@ -281,14 +273,14 @@ class RowReport(TypedDict):
     verdict: str | None  # None: it does not decide
 
 
-class PointComparison(TypedDict):
+class PointComparison(Report, kw_only=True):
     """One load of two rounds."""
 
     load: str
     rows: list[RowReport]
 
 
-class Comparison(TypedDict):
+class Comparison(Report, kw_only=True):
     """One round against the baseline."""
 
     baseline: str
@@ -304,7 +296,7 @@ class Comparison(TypedDict):
     points: list[PointComparison]
 
 
-class RoundReport(TypedDict):
+class RoundReport(Report, kw_only=True):
     """One of the results that are compared."""
 
     name: str
@@ -316,46 +308,40 @@ class RoundReport(TypedDict):
     notices: list[str]
 
 
-class CompareReport(TypedDict):
+class CompareReport(Report, kw_only=True):
     """The JSON line of `bench compare`."""
 
-    benchmark: str
+    benchmark: str = "compare"
     rounds: list[RoundReport]
     noise_threshold: float
     comparisons: list[Comparison]
 
 
-class CellReport(TypedDict):
+class CellReport(Report, kw_only=True):
     """One cell of `bench throughput`; the median run counts."""
 
     tok_s: float
     tok_s_runs: list[float]
     output_tok_s: float
     total_tok_s: float
-    seconds: float
+    seconds: float = 0.0
     num_prompts: int
     num_input_tokens: int
     num_output_tokens: int
-    ttft_ms: NotRequired[dict[str, float]]
-    tpot_ms: NotRequired[dict[str, float]]
+    ttft_ms: dict[str, float] = ABSENT
+    tpot_ms: dict[str, float] = ABSENT
     # Beside its roofline.
-    ceiling_tok_s: NotRequired[float]
-    overlap_ceiling_tok_s: NotRequired[float]
-    share_of_ceiling: NotRequired[float]
-    mfu: NotRequired[float]
-    mbu: NotRequired[float]
+    ceiling_tok_s: float = ABSENT
+    overlap_ceiling_tok_s: float = ABSENT
+    share_of_ceiling: float = ABSENT
+    mfu: float = ABSENT
+    mbu: float = ABSENT
 
 
-class DraftsReport(TypedDict):
-    """What multi-token prediction gained in a run."""
-
-    acceptance: Acceptance
-
-
-class ThroughputReport(TypedDict):
+class ThroughputReport(Report, kw_only=True):
     """The JSON line of `bench throughput`; `cells` is by cell and engine."""
 
-    benchmark: str
+    benchmark: str = "throughput"
     model: str
     dtype: str
     kv_dtype: str
@@ -367,34 +353,34 @@ class ThroughputReport(TypedDict):
     weight_mib: float
     machine: dict[str, Any]  # its name, its software, and a rate for each data type
     cells: dict[str, dict[str, CellReport]]
-    mtp: NotRequired[DraftsReport]
-    cuda_graphs: NotRequired[dict[str, Any]]
+    mtp: dict[str, Acceptance] = ABSENT  # what multi-token prediction gained
+    cuda_graphs: dict[str, Any] = ABSENT
     peak_rss_mib: float
     peak_gpu_mib: dict[str, float]
-    ranks: NotRequired[dict[str, Any]]  # their count, and the settings that are not the defaults
+    ranks: dict[str, Any] = ABSENT  # their count, and the settings that are not the defaults
 
 
-class RungReport(TypedDict):
+class RungReport(Report, kw_only=True):
     """One rung of `bench ladder`: its figures, or why there are none."""
 
     rung: str
     name: str
-    skipped: NotRequired[str]
-    error: NotRequired[str]
-    tok_s: NotRequired[float]
-    speedup: NotRequired[float]
-    cumulative: NotRequired[float]
-    usd_per_million: NotRequired[float]
-    ceiling_tok_s: NotRequired[float]
-    share_of_ceiling: NotRequired[float]
-    mfu: NotRequired[float]
-    mbu: NotRequired[float]
+    skipped: str = ABSENT
+    error: str = ABSENT
+    tok_s: float = ABSENT
+    speedup: float = ABSENT
+    cumulative: float = ABSENT
+    usd_per_million: float = ABSENT
+    ceiling_tok_s: float = ABSENT
+    share_of_ceiling: float = ABSENT
+    mfu: float = ABSENT
+    mbu: float = ABSENT
 
 
-class LadderReport(TypedDict):
+class LadderReport(Report, kw_only=True):
     """The JSON line of `bench ladder`."""
 
-    benchmark: str
+    benchmark: str = "ladder"
     model: str
     device: str
     workload: str
@@ -402,7 +388,7 @@ class LadderReport(TypedDict):
     rungs: list[RungReport]
 
 
-class EntryReport(TypedDict):
+class PublishedEntry(Report, kw_only=True):
     """One published row of MLPerf Inference."""
 
     round: str
@@ -413,17 +399,17 @@ class EntryReport(TypedDict):
     system: str
     accelerator: str
     nodes: int
-    accelerators: int
+    accelerators: int  # 0: a system without
     benchmark: str
     scenario: str
     result: float
     unit: str
     weights: str
     software: str
-    per_accelerator: float | None
+    per_accelerator: float | None = None  # of a rate, where there is an accelerator
 
 
-class PlacedReport(TypedDict):
+class PlacedReport(Report, kw_only=True):
     """Where a result stands among the published rows."""
 
     result: float
@@ -435,13 +421,19 @@ class PlacedReport(TypedDict):
     notices: list[str]
 
 
-class PublishedReport(TypedDict):
+class PublishedReport(Report, kw_only=True):
     """The JSON line of `bench published` for one benchmark."""
 
-    benchmark: str
+    benchmark: str = "published"
     mlperf_benchmark: str
     scenario: str
     unit: str
     filters: dict[str, str]
-    rows: list[EntryReport]
-    placed: NotRequired[PlacedReport]
+    rows: list[PublishedEntry]
+    placed: PlacedReport = ABSENT
+
+
+def as_json(report: msgspec.Struct) -> dict[str, Any]:
+    """What JSON has of a report."""
+    found: dict[str, Any] = msgspec.to_builtins(report)
+    return found

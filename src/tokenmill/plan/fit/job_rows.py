@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tokenmill.bench.results.published_results import LATENCY, PublishedEntry, read_table
+from tokenmill.bench.results.published_results import LATENCY, read_table
+from tokenmill.bench.results.reports import PublishedEntry
 from tokenmill.plan.fit.fitting import log_error
 from tokenmill.plan.fit.published import ACCELERATORS
 from tokenmill.plan.hardware import find_gpu

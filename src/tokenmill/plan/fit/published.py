@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenmill.bench.results.published_results import TOKENS, PublishedEntry, read_table
+from tokenmill.bench.results.published_results import TOKENS, read_table
+from tokenmill.bench.results.reports import PublishedEntry
 from tokenmill.plan.hardware import find_gpu
 from tokenmill.plan.predict.benchmarks import BENCHMARKS, ROUNDS, find_benchmark
 from tokenmill.plan.predict.prediction import Question
