@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from cycle_grammar import ANY, add_cycle, follows
 from draft_heads import forgetful, save_head
 from driver import assert_same, complete
 from emulated_graphs import Again, emulate_start
@@ -24,6 +27,8 @@ from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup, set_mode
+from tokenmill.engine.engine import LanguageEngine
+from tokenmill.engine.ranks.step_leader import StepLeader
 
 BEST = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2)
@@ -105,3 +110,30 @@ def test_steps_by_graphs_meet_the_other_rank(
             assert sum(built.engine.stats().num_accepted) > 0
     finally:
         built.close()
+
+
+def test_tokens_whose_masks_come_late_reach_the_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps overlap, and what follows a grammar is sampled once its step runs."""
+    folder = save(tame(make_model("qwen3-tied"), 0.3), tmp_path)
+    bound = SamplingParams(temperature=0.0, max_tokens=9, structured=ANY, logprobs=1)
+    params = [bound, GREEDY, replace(bound, temperature=1.0, seed=3), BEST]
+    one = build(folder)
+    assert isinstance(one.engine, LanguageEngine)
+    add_cycle(one.engine, one.spec.vocab_size)
+    expected = complete(one.engine, PROMPTS, params)
+    emulate_start(monkeypatch)
+    start_light_ranks(monkeypatch, "emulated_graphs")
+    late = Mock(wraps=StepLeader.tell_late)
+    monkeypatch.setattr(StepLeader, "tell_late", lambda *told: late(*told))
+    two = build(folder, overlap=True, tp=2)
+    try:
+        assert isinstance(two.engine, LanguageEngine)
+        add_cycle(two.engine, two.spec.vocab_size)
+        assert_same(complete(two.engine, PROMPTS, params), expected)
+        assert late.call_count > 5
+    finally:
+        two.close()
+    pairs = list(zip(PROMPTS, expected, strict=True))[::2]
+    assert all(follows(prompt, answer.token_ids) for prompt, answer in pairs)

@@ -19,7 +19,7 @@ from proxy.engine_publisher import (
 )
 from tokenmill.core.config import RouterConfig
 from tokenmill.engine_events.engine_blocks import salt_of
-from tokenmill.engine_events.told_caches import ToldCaches
+from tokenmill.engine_events.engine_caches import EngineCaches
 from tokenmill.engine_events.wire import WireError, decode_batch
 from tokenmill.routing.router import Router
 
@@ -28,15 +28,15 @@ HASHES = [b"%032d" % number for number in range(5)]
 SALT = salt_of("", "")
 
 
-def told(*payloads: bytes, basis: Any = "events") -> ToldCaches:
-    made = ToldCaches(16, 5.0)
+def told(*payloads: bytes, basis: Any = "events") -> EngineCaches:
+    made = EngineCaches(16, 5.0)
     made.begin("a", 0, basis)
     for payload in payloads:
         made.take("a", 0, decode_batch(payload))
     return made
 
 
-def found(caches: ToldCaches, tokens: list[int] = [*TOKENS, 1], salt: str = SALT) -> int:  # noqa: B006
+def found(caches: EngineCaches, tokens: list[int] = [*TOKENS, 1], salt: str = SALT) -> int:  # noqa: B006
     return caches.overlay({}, tokens, salt, 0.0).get("a", 0)
 
 

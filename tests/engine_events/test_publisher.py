@@ -28,8 +28,8 @@ from tokenmill.core.kv_events import (
     unpack_events,
 )
 from tokenmill.engine_events.engine_blocks import salt_of
+from tokenmill.engine_events.engine_caches import EngineCaches
 from tokenmill.engine_events.publisher import CachePublisher, PublisherError, engine_event
-from tokenmill.engine_events.told_caches import ToldCaches
 from tokenmill.engine_events.wire import EngineBatch, decode_batch, encode_batch
 from tokenmill.sched.cache.blocks import BlockPool, block_hashes
 
@@ -123,7 +123,7 @@ def test_images_are_keys_and_no_tokens() -> None:
 
 def test_what_is_published_feeds_a_routers_index() -> None:
     pool = BlockPool(4, SIZE)
-    events, caches = recorded(pool), ToldCaches(SIZE, 5.0)
+    events, caches = recorded(pool), EngineCaches(SIZE, 5.0)
     caches.begin("a", 0, "events")
 
     def tell() -> int:

@@ -23,7 +23,7 @@ from api.sim_server import GENEROUS_S
 from proxy.route_server import router_process
 from tokenmill.core.config import RouteConfig, ServerConfig
 from tokenmill.http_connection import ConnectionPool
-from tokenmill.proxy.upstream import Answer, UpstreamError, _Connection
+from tokenmill.proxy.upstream import UpstreamAnswer, UpstreamError, _Connection
 
 SEED = 35
 HASTY = ServerConfig(header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_timeout_s=0.5)
@@ -82,7 +82,7 @@ def answer_of_h11(data: bytes) -> tuple[int, bytes, str]:
 
 async def answer_of_ours(parts: list[bytes]) -> tuple[int, bytes, str]:
     pool: ConnectionPool[_Connection] = ConnectionPool("http://backend")
-    connection, transport, answer = _Connection(pool), BackendTransport(), Answer()
+    connection, transport, answer = _Connection(pool), BackendTransport(), UpstreamAnswer()
     connection.connection_made(transport)
     connection.send(b"", answer)
     for part in parts:

@@ -23,9 +23,9 @@ from api.video_app import in_loop, video_app
 from proxy.route_server import MODEL, Handler, Scripted, router_process
 from tokenmill.core.config import PoolConfig, RouteConfig, RouterConfig, ServerConfig
 from tokenmill.core.images import VisionConfig
+from tokenmill.proxy.backends import ResponseOwners
 from tokenmill.proxy.call_prompt import read_prompt
 from tokenmill.proxy.forwarding import stored_in
-from tokenmill.proxy.response_owners import ResponseOwners
 from vision.pictures import data_url, file_of, photo
 
 KEY = "ours"
@@ -229,7 +229,7 @@ def test_prompts_are_those_of_the_chat() -> None:
 
 
 def test_owners_are_learned_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmill.proxy.response_owners.MAX_KNOWN", 2)
+    monkeypatch.setattr("tokenmill.proxy.backends.MAX_KNOWN", 2)
     owners = ResponseOwners()
     owners.learn(b'event: response.created\ndata: {"response":{"id":"resp_1","x":1}}', "a")
     owners.learn(b'{"id": "resp_2", "previous_response_id": "resp_1"}', "b")

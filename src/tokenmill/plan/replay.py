@@ -20,8 +20,8 @@ from tokenmill.core.kv_events import EventBatch, EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
 from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
 from tokenmill.engine_events.engine_blocks import salt_of
+from tokenmill.engine_events.engine_caches import EngineCaches
 from tokenmill.engine_events.publisher import engine_event
-from tokenmill.engine_events.told_caches import ToldCaches
 from tokenmill.engine_events.wire import EngineBatch, decode_batch, encode_batch
 from tokenmill.plan.virtual_time import VirtualTime
 from tokenmill.routing.load_report import Announcement, LoadAccount
@@ -148,7 +148,7 @@ class Replay:
         self._config = config
         self._fronts = [f"front-{number}" for number in range(config.num_fronts)]
         self._by_events = config.by_events
-        told = ToldCaches(config.block_size, router.predict_s) if config.by_events else None
+        told = EngineCaches(config.block_size, router.predict_s) if config.by_events else None
         known = router.events and not config.by_events
         self._routers = {
             front: Router(replace(router, seed=router.seed + number, events=known), front)
@@ -236,7 +236,7 @@ class Replay:
         elif events is not None:
             self._tell(now_ns, partial(worker.tell, events))
 
-    def _publish(self, name: str, events: EventBatch, told: ToldCaches, now_ns: int) -> None:
+    def _publish(self, name: str, events: EventBatch, told: EngineCaches, now_ns: int) -> None:
         """Pass events on as a server publishes them and a router reads them."""
         batch = EngineBatch(now_ns / 1e9, [engine_event(event) for event in events.events])
         payload = encode_batch(batch)

@@ -14,7 +14,7 @@ import msgspec
 from tokenmill.core.config import RouteConfig
 from tokenmill.http_connection import Headers
 from tokenmill.proxy.backend_address import BackendAddress
-from tokenmill.proxy.upstream import Answer, ConnectError, Upstream, UpstreamError
+from tokenmill.proxy.upstream import ConnectError, Upstream, UpstreamAnswer, UpstreamError
 from tokenmill.workers.slot import Rate
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Backend:
 
 async def ask_models(backend: Backend, headers: Headers) -> tuple[int, dict[str, Any]]:
     """GET /v1/models: the status, and the cards by id; raises UpstreamError."""
-    answer = Answer()
+    answer = UpstreamAnswer()
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await backend.upstream.send(answer, "GET", b"/v1/models", headers)

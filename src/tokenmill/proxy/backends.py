@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,20 +15,21 @@ from typing import Any
 
 from tokenmill.core.config import RouteConfig, RouterConfig
 from tokenmill.engine_events.engine_blocks import salt_of
-from tokenmill.engine_events.told_caches import ToldCaches
+from tokenmill.engine_events.engine_caches import EngineCaches
 from tokenmill.engine_events.wire import EngineBatch
 from tokenmill.http_connection import Headers
 from tokenmill.proxy.backend import Backend, ask_models
 from tokenmill.proxy.backend_address import BackendAddress, read_backends
 from tokenmill.proxy.call_prompt import RoutedPrompt
 from tokenmill.proxy.event_source import EventCounts, EventSource, Listener
-from tokenmill.proxy.response_owners import ResponseOwners
 from tokenmill.proxy.upstream import UpstreamError
 from tokenmill.routing.router import Basis, Decision, NoWorkerError, Router
 from tokenmill.routing.suspects import OpenEntry, Suspects
 from tokenmill.workers.pool_view import Choices, PoolView, WorkerView, policy_view
 
 _log = logging.getLogger(__name__)
+MAX_KNOWN = 100_000  # ids of stored responses and videos
+_ID = re.compile(rb'"id"\s*:\s*"((?:resp|video)_[\w.-]{1,128})"')
 
 
 @dataclass(slots=True)
@@ -44,6 +47,33 @@ class Attempt:
         return self.decision.num_prompt_tokens - self.decision.num_cached_tokens
 
 
+class ResponseOwners:
+    """Backends by the ids of what they stored; the least recently used ids are forgotten first."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, str] = OrderedDict()
+
+    def find(self, response_id: str) -> str | None:
+        """The backend that has the response; None where it is not known."""
+        owner = self._owners.get(response_id)
+        if owner is not None:
+            self._owners.move_to_end(response_id)
+        return owner
+
+    def learn(self, data: bytes, backend: str) -> None:
+        """Read the id of a new response or video in the first bytes of its answer."""
+        found = _ID.search(data)
+        if found is not None:
+            self.note(found[1].decode(), backend)
+
+    def note(self, response_id: str, backend: str) -> None:
+        """Remember who has a response."""
+        self._owners[response_id] = backend
+        self._owners.move_to_end(response_id)
+        if len(self._owners) > MAX_KNOWN:
+            self._owners.popitem(last=False)
+
+
 class Backends:
     """Routes calls over servers; what those without events have cached is assumed."""
 
@@ -52,7 +82,7 @@ class Backends:
         self._router = Router(replace(router, events=False))
         addresses = read_backends(config.backends)
         made = [Backend(address, config, self._on_change) for address in addresses]
-        self._told = ToldCaches(router.block_size, router.predict_s)
+        self._told = EngineCaches(router.block_size, router.predict_s)
         self._counts = {a.name: EventCounts() for a in addresses if a.streams}
         self._sources = [source for address in addresses for source in self._sources_of(address)]
         if self._sources:

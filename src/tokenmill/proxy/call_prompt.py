@@ -3,14 +3,20 @@
 With a tokenizer the numbers are the token ids that the backend will see. Without one, or if the
 chat template fails on the messages, four bytes of the text count as a token: prompts with the same
 beginning still have the same first numbers, and only their lengths are estimates.
+
+Images count as as many tokens as they have, named by their content. Nothing is fetched or decoded:
+of a file in a data: URL the header says how large it is; an image behind another URL is known by
+its URL, and counts as one of a usual size.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -19,17 +25,24 @@ from tokenmill.api.errors import MESSAGES_PATH, RESPONSES_PATH, VIDEOS_PATH
 from tokenmill.api.messages.message_chat import chat_of_messages
 from tokenmill.api.messages.message_request import MessagesRequest
 from tokenmill.api.protocol.decoding import decode_call
-from tokenmill.api.protocol.requests import ChatCompletionRequest
+from tokenmill.api.protocol.images import WantedImage, mark_images, wanted_parts
+from tokenmill.api.protocol.requests import ChatCompletionRequest, Message, PixelBounds
 from tokenmill.api.protocol.tools import tool_definitions
 from tokenmill.api.responses.response_chat import chat_of
 from tokenmill.api.responses.response_items import ItemReference, MessageItem
 from tokenmill.api.responses.response_request import ResponsesRequest
-from tokenmill.proxy.call_images import CallImages
+from tokenmill.core.images import Grid, ImageInput, content_ids
+from tokenmill.core.types import ImageError
 from tokenmill.sched.cache.blocks import byte_tokens
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.vision.processor import ImageProcessor
+from tokenmill.vision.image_headers import checked_size
+from tokenmill.vision.placing import place_images
+from tokenmill.vision.processor import ImageProcessor, smart_resize
 
 MAX_BYTES = 1 << 18  # of a prompt that are looked at
+HEAD_CHARS = 1 << 16  # of a file in base64, which have its size
+MOST_PIXELS = 10**9  # of an image that is not decoded here
+USUAL_SIZE = 1024, 1024  # pixels of an image that is not there to look at
 NOTHING: Any = msgspec.Raw()
 
 
@@ -176,3 +189,47 @@ def _pieces(call: Call) -> Sequence[int]:
     parts = (*opening, call.messages, call.prompt, call.input)
     data = b"".join([bytes(raw).rstrip(b" \t\r\n]") for raw in parts if raw])[:MAX_BYTES]
     return byte_tokens(data)
+
+
+class CallImages:
+    """The images of one call: marked in its messages, and put into its tokens."""
+
+    def __init__(
+        self, messages: Sequence[Message], bounds: PixelBounds | None, processor: ImageProcessor
+    ) -> None:
+        self._processor = processor
+        self._wanted = wanted_parts(messages, bounds, processor)
+
+    def mark(self, conversation: list[dict[str, Any]]) -> None:
+        """Turn image parts into what chat templates know."""
+        for message in conversation:
+            mark_images(message)
+
+    def place(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens of a prompt, in which each image has one placeholder."""
+        images = list(map(self._sketch, self._wanted))
+        expanded, spans = place_images(list(token_ids), images, self._processor)
+        return content_ids(expanded, spans)
+
+    def _sketch(self, wanted: WantedImage) -> ImageInput:
+        """An image without pixels: its grid, and a hash of the file or the URL."""
+        limits = repr(wanted.limits).encode()
+        digest = blake2b(wanted.url.encode(), digest_size=32, key=limits[:64]).digest()
+        return ImageInput(b"", self._grid(wanted), digest)
+
+    def _grid(self, wanted: WantedImage) -> Grid:
+        width, height = size_of(wanted.url) or USUAL_SIZE
+        processor = self._processor
+        height, width = smart_resize(height, width, processor.factor, wanted.limits)
+        return 1, height // processor.patch, width // processor.patch
+
+
+def size_of(url: str) -> tuple[int, int] | None:
+    """Width and height by the header of a file in a data: URL; None where they cannot be told."""
+    head, comma, data = url[: HEAD_CHARS + 128].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        return None
+    try:
+        return checked_size(base64.b64decode(data[: len(data) // 4 * 4]), MOST_PIXELS)
+    except (ValueError, ImageError):  # the backend says what is wrong with it
+        return None

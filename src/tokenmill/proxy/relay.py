@@ -29,9 +29,9 @@ from tokenmill.proxy.forwarding import is_sent_once, stored_in
 from tokenmill.proxy.proxy_metrics import RouteMetrics
 from tokenmill.proxy.tenants import MAX_LINE, Tenant, has_ids
 from tokenmill.proxy.upstream import (
-    Answer,
     AnswerError,
     ConnectError,
+    UpstreamAnswer,
     UpstreamError,
     end_to_end,
     header,
@@ -88,7 +88,7 @@ class Relay:
         self._span = span
         self._call_id = backends.new_call()
         self._times = RequestTimes(time.monotonic_ns())
-        self._answer: Answer | None = None
+        self._answer: UpstreamAnswer | None = None
         self._gone: str | None = None  # why there is nobody to answer any more
         self._started = False
         self._refusals: list[Refusal] = []
@@ -106,7 +106,7 @@ class Relay:
     async def run(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
     ) -> None:
-        """Answer a call whose body has come."""
+        """UpstreamAnswer a call whose body has come."""
         self._is_sent_once = is_sent_once(scope["method"], self._path)
         prompt = await self._read(body, receive)
         watcher = asyncio.create_task(self._watch(receive))
@@ -203,7 +203,7 @@ class Relay:
     ) -> Refusal | None:
         """Pass the call on and its answer back; a refusal where that did not come to an end."""
         backend = attempt.backend
-        answer = self._answer = Answer()
+        answer = self._answer = UpstreamAnswer()
         path = scope["raw_path"]
         if scope["query_string"]:
             path += b"?" + scope["query_string"]
@@ -224,7 +224,7 @@ class Relay:
         span.set({"http.response.status_code": answer.status})
         return None
 
-    async def _pass_on(self, attempt: Attempt, answer: Answer, send: Send) -> None:
+    async def _pass_on(self, attempt: Attempt, answer: UpstreamAnswer, send: Send) -> None:
         """Send a stream as it comes, anything else when it is whole or large."""
         kind = answer.header(b"content-type")
         is_stream = self._is_stream = kind.startswith(b"text/event-stream")
@@ -249,13 +249,13 @@ class Relay:
             data = self._sealed(answer, await answer.read())
             self._backends.stepped(attempt)
 
-    async def _hold(self, answer: Answer) -> bytes:
+    async def _hold(self, answer: UpstreamAnswer) -> bytes:
         """All of an answer that is not large, or in which ids are to be changed."""
         if self._tenant is not None and has_ids(self._path):
             return await answer.read_whole(MAX_LINE)
         return await answer.read_up_to(MAX_HELD)
 
-    def _sealed(self, answer: Answer, data: bytes) -> bytes:
+    def _sealed(self, answer: UpstreamAnswer, data: bytes) -> bytes:
         """A part of the answer with ids as the client gets them."""
         if self._tenant is None:
             return data
@@ -280,7 +280,7 @@ class Relay:
             self._metrics.output(self._times, time.monotonic_ns(), num_tokens)
             attempt.backend.tokens.add(num_tokens)
 
-    async def _note_refusal(self, attempt: Attempt, answer: Answer) -> Refusal:
+    async def _note_refusal(self, attempt: Attempt, answer: UpstreamAnswer) -> Refusal:
         """Read the answer of a backend that refuses the call."""
         status, name = answer.status, attempt.backend.name
         if status in (429, 503):
@@ -290,7 +290,7 @@ class Relay:
         reason, has_begun = f"{status}: {name} answered {status}", status not in (404, 429, 503)
         return Refusal(name, reason, status, answer.headers, body, has_begun)
 
-    def _note_loss(self, attempt: Attempt, answer: Answer, error: UpstreamError) -> Refusal:
+    def _note_loss(self, attempt: Attempt, answer: UpstreamAnswer, error: UpstreamError) -> Refusal:
         backend = attempt.backend
         if self._gone is not None:
             self._count(backend.name, "given_up")

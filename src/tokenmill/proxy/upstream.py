@@ -58,7 +58,7 @@ class AnswerError(UpstreamError):
     """The backend's answer is no HTTP, or has more of something than is taken."""
 
 
-class Answer:
+class UpstreamAnswer:
     """One answer on its way: the head, then the body in the pieces that come."""
 
     __slots__ = (
@@ -177,11 +177,11 @@ class _Connection(HttpConnection):
 
     def __init__(self, pool: ConnectionPool[_Connection]) -> None:
         super().__init__()
-        self.answer: Answer | None = None
+        self.answer: UpstreamAnswer | None = None
         self._pool = pool
         self._is_paused = False
 
-    def send(self, request: bytes, answer: Answer) -> None:
+    def send(self, request: bytes, answer: UpstreamAnswer) -> None:
         self.answer = answer
         self.write(request)
 
@@ -244,7 +244,7 @@ class Upstream:
 
     async def send(
         self,
-        answer: Answer,
+        answer: UpstreamAnswer,
         method: str,
         path: bytes,
         headers: Iterable[tuple[bytes, bytes]],

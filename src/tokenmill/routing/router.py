@@ -58,7 +58,7 @@ Basis = Literal["events", "partial events", "assumed"]
 
 
 class CacheReports(Protocol):
-    """What backends that publish events hold; engine_events/told_caches.py has it."""
+    """What backends that publish events hold; engine_events/engine_caches.py has it."""
 
     def basis(self, backend: str, /) -> Basis: ...
 

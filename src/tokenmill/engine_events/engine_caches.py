@@ -22,7 +22,7 @@ BASES: tuple[Basis, ...] = get_args(Basis)
 Rank = tuple[int, int]  # the stream, and the data-parallel rank that its batches name
 
 
-class ToldCaches:
+class EngineCaches:
     """One index over the caches of all backends that publish events.
 
     Predictions are blocks of `block_size` tokens in a cache of their own for each backend.
