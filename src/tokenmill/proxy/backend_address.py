@@ -31,7 +31,6 @@ class BackendAddress:
 
     @property
     def name(self) -> str:
-        """The URL without the scheme."""
         return self.url.partition("://")[2]
 
 

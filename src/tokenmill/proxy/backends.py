@@ -34,8 +34,6 @@ _ID = re.compile(rb'"id"\s*:\s*"((?:resp|video)_[\w.-]{1,128})"')
 
 @dataclass(slots=True)
 class Attempt:
-    """A call at one backend."""
-
     call_id: str
     backend: Backend
     decision: Decision
@@ -67,7 +65,6 @@ class ResponseOwners:
             self.note(found[1].decode(), backend)
 
     def note(self, response_id: str, backend: str) -> None:
-        """Remember who has a response."""
         self._owners[response_id] = backend
         self._owners.move_to_end(response_id)
         if len(self._owners) > MAX_KNOWN:
@@ -110,7 +107,6 @@ class Backends:
         await asyncio.gather(*(backend.close() for backend in self._all.values()))
 
     def new_call(self) -> str:
-        """An id that no other call has."""
         return f"call-{next(self._numbers)}"
 
     def choose(
@@ -222,7 +218,6 @@ class Backends:
         return list(dict.fromkeys(name for b in self._all.values() for name in b.models))
 
     def view(self, decisions: bool = True) -> PoolView:
-        """The backends now."""
         return PoolView(
             router=self._router.config.policy,
             policy=policy_view(self._router.policy),

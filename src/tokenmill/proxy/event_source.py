@@ -74,7 +74,6 @@ class EventSource:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Connect and listen in the background."""
         socket = self._context.socket(zmq.SUB)
         socket.linger = 0
         socket.rcvhwm = 0

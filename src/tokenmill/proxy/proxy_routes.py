@@ -48,8 +48,6 @@ from tokenmill.vision.processor import ImageProcessor
 
 @dataclass(slots=True)
 class RouteState:
-    """What the calls share."""
-
     backends: Backends
     tokenizer: Tokenizer | None
     keys: Keys
@@ -79,7 +77,6 @@ class RouteApp:
             relay.give_up(SHUTDOWN)
 
     def close(self) -> None:
-        """End the processes that read prompts."""
         self._prompts.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -106,7 +106,6 @@ class Relay:
     async def run(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, timeout_s: float | None
     ) -> None:
-        """UpstreamAnswer a call whose body has come."""
         self._is_sent_once = is_sent_once(scope["method"], self._path)
         prompt = await self._read(body, receive)
         watcher = asyncio.create_task(self._watch(receive))

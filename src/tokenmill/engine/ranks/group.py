@@ -94,11 +94,9 @@ class RankGroup:
         atexit.register(self.close)
 
     def tell(self, message: RankMessage) -> None:
-        """Send every rank the same message."""
         self._send([(message, self._links)])
 
     def tell_each(self, messages: Sequence[RankMessage]) -> None:
-        """Send each rank a message of its own."""
         pairs = zip(self._links, messages, strict=True)
         self._send([(message, [link]) for link, message in pairs])
 
@@ -155,7 +153,6 @@ class RankGroup:
             raise
 
     def check(self) -> None:
-        """Raise RanksLostError if a rank has ended."""
         if not self._links:
             raise RanksLostError("the other ranks have been ended")
         self._check_children()
@@ -215,7 +212,6 @@ class RankGroup:
         self._links = [self._links[i] for i in side_by_side(host_identity(), machines)]
 
     def _join(self, placed: str | None) -> Ranks:
-        """Make the group of all ranks."""
         by_nccl = self.device == "cuda" and not self._staged
         place = GroupPlace(0, self.size, "nccl" if by_nccl else "gloo", self.device)
         store = None

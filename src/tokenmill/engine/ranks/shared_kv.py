@@ -68,7 +68,6 @@ class GroupCalls:
         self._open: dict[int, PendingCall] = {}
 
     def start(self, messages: Sequence[KVCall | TierCall]) -> PendingCall:
-        """Give each other rank a message of its own."""
         self._last += 1
         call = self._open[self._last] = PendingCall(len(messages))
         self.group.tell_each(
@@ -77,7 +76,6 @@ class GroupCalls:
         return call
 
     def start_all(self, message: KVCall | TierCall) -> PendingCall:
-        """Give the other ranks the same message."""
         return self.start([message] * self.num_ranks)
 
     def over(self, call: PendingCall, wait: bool = False) -> bool:
