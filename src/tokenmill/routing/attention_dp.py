@@ -82,7 +82,7 @@ class RankCaches:
         return list(self._tiers[DEVICE])
 
     def tier_hashes(self) -> dict[str, list[Hash]]:
-        """The same of the tiers behind the device."""
+        """Hashes of blocks in host memory and on disk, by rank."""
         return {tier: list(held) for tier, held in self._tiers.items() if tier != DEVICE}
 
     def apply(self, rank: int, events: Iterable[Event]) -> None:

@@ -28,7 +28,7 @@ STRIDE = 8  # of predicted blocks after the first ones, one in so many is kept: 
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker has one bit in every mask; a dump gives it a fresh one."""
+    """A worker and its bit in the masks; a dump gives it a new bit."""
 
     bit: int
     sequence: int = 0  # the last batch applied
@@ -55,7 +55,7 @@ class KVIndex:
     # Workers and their events.
 
     def add_worker(self, name: str) -> None:
-        """A worker without blocks; one that runs already shows a gap at its first batch."""
+        """Add a worker without blocks; a gap in its first batch asks for a dump."""
         self.remove_worker(name)
         self._workers[name] = _Worker(self._take_bit(name))
 
@@ -70,7 +70,7 @@ class KVIndex:
         return self._workers[name].num_blocks
 
     def __len__(self) -> int:
-        """Distinct blocks that events have told of."""
+        """Distinct blocks by events."""
         return len(self._holders)
 
     def apply(self, name: str, batch: EventBatch) -> bool:
@@ -301,27 +301,27 @@ class _Together:
 
 
 def _marks(chain: U64) -> U64:
-    """The blocks of a chain that predictions are kept of: a short system prompt has few."""
+    """Sampled blocks of a chain: predictions are kept for these alone."""
     return np.concatenate((chain[: STRIDE - 1], chain[STRIDE - 1 :: STRIDE]))
 
 
 def _num_marks(depth: int) -> int:
-    """How many of the first `depth` blocks are marks."""
+    """Number of sampled blocks among the first `depth`."""
     return depth if depth < STRIDE else STRIDE - 1 + depth // STRIDE
 
 
 def _depth(num_marks: int) -> int:
-    """How many blocks lead up to the last of so many marks."""
+    """Depth of the last of so many sampled blocks."""
     return num_marks if num_marks < STRIDE else STRIDE * (num_marks - STRIDE + 1)
 
 
 def _first_mark(start: int) -> int:
-    """Which mark is the first of those that are told of a prompt whose first blocks are cached."""
+    """Index of the first sampled block after the cached prefix."""
     return _num_marks(start) if start >= STRIDE else 0
 
 
 def num_led(start: int, known: Iterable[bool]) -> int:
-    """How many blocks after `start` lead up to the last of the first marks that are known."""
+    """Blocks after `start` up to the last sampled block that is known."""
     num_known = sum(1 for _ in takewhile(bool, known))
     return max(_depth(_first_mark(start) + num_known) - start, 0) if num_known else 0
 

@@ -21,7 +21,7 @@ REPORT_MS = 5.0  # at most one report in so long, but for the first and the last
 
 
 class FrontLoad(NamedTuple):
-    """What one front has at a worker, and all that it has sent there since the worker began."""
+    """One front's open load at a worker, and what it sent since the worker started."""
 
     queued_tokens: int = 0  # uncached by the front's estimate, and not computed yet
     kv_tokens: int = 0
@@ -37,7 +37,7 @@ NOTHING = FrontLoad()
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """By front; every front of the pool is in it."""
+    """Loads of all fronts of the pool."""
 
     fronts: dict[str, FrontLoad]
     shared_tokens: int = 0  # of all their queued tokens, those that a prompt ahead computes
@@ -90,7 +90,7 @@ class LoadAccount:
         self._fronts.setdefault(front, NOTHING)
 
     def front_gone(self, front: str) -> None:
-        """A front is no more, nor are its requests; unknown ones are ignored."""
+        """Remove a front with its requests; unknown ones are ignored."""
         for request_id in [key for key, r in self._requests.items() if r.front == front]:
             self.ended(request_id)
         self._fronts.pop(front, None)
@@ -166,7 +166,7 @@ class LoadAccount:
         return LoadReport(self._fronts.copy(), self._shared_tokens)
 
     def _share(self, request: _Request, num_tokens: int) -> None:
-        """So many of its queued tokens are those of a prompt ahead."""
+        """Count tokens that an earlier prompt computes as well."""
         self._shared_tokens += num_tokens - request.shared_tokens
         request.shared_tokens = num_tokens
 

@@ -27,8 +27,8 @@ from tokenmill.routing.load_report import REPORT_MS, Announcement, FrontLoad, Lo
 from tokenmill.routing.prices import WorkerLoad
 
 DECAY = 1.0 - 1 / 16384  # of what was learnt, with each report
-PRIOR_MS = 100.0  # of each worker without a request of others, which is assumed at first
-PRIOR_REQUESTS = 1.0  # of one's own, with which no other came, by each worker
+PRIOR_MS = 100.0  # prior: time per worker without requests of other fronts
+PRIOR_REQUESTS = 1.0  # prior: own requests without another at once, per worker
 MAX_OWN = 4096  # latest requests of one's own whose times are kept
 LAG_SHARE = 1 / 16  # of the latest report in the mean time that reports take to come
 SILENCE_MS = 1.0  # beyond that time, after which no report is expected any more
@@ -39,7 +39,7 @@ MAX_AT_ONCE = 4  # estimated requests that are placed one by one before a decisi
 
 
 class Share(NamedTuple):
-    """What others have at a worker, or a change of it."""
+    """Load of other fronts at a worker, or its change."""
 
     queued_tokens: int = 0
     kv_tokens: int = 0
@@ -57,7 +57,7 @@ LEAST_TOKEN_MS = 1e-6  # steps of which prompts take no time at all are fitted a
 
 @dataclass(slots=True)
 class _Worker:
-    """What others have there by the last report, and what is assumed since."""
+    """Load of other fronts at one worker: last report, and estimate since."""
 
     reported: Share = NOTHING
     queued_tokens: int = 0  # of all fronts, when the last report was made
@@ -70,12 +70,12 @@ class _Worker:
     began_ms: float = -1.0  # the step that the last report began
 
     def told_until(self, until_ms: float) -> None:
-        """What was announced by then is in a report."""
+        """Drop announcements that a report includes."""
         while self.heard and self.heard[0][0] <= until_ms:
             self.heard.popleft()
 
     def known_until(self, until_ms: float) -> None:
-        """What was assumed by then is told of, or has not come."""
+        """Drop estimates up to a time at which the real load is known."""
         while self.assumed and self.assumed[0][0] <= until_ms:
             self.assumed.popleft()
 
@@ -99,7 +99,7 @@ class _Worker:
 
 
 class OtherFronts:
-    """The others' part of a router's account."""
+    """Load of all other fronts, as a router counts it."""
 
     def __init__(self, front: str, seed: int) -> None:
         self.front = front
@@ -165,7 +165,7 @@ class OtherFronts:
         return share
 
     def _learn_told(self, told: Announcement, sent_ms: float) -> None:
-        """How large others' requests are, and how many come at once with one's own."""
+        """Update mean size of other fronts' requests, and how many come with an own one."""
         mean = self._mean_tokens
         for i, tokens in enumerate((told.queued_tokens, told.kv_tokens)):
             mean[i] += (TOLD_SHARE if self._mean.kv_tokens else 1.0) * (tokens - mean[i])
@@ -177,7 +177,7 @@ class OtherFronts:
             self._num_with_own += bool(own)
 
     def _learn_own(self, now_ms: float) -> None:
-        """A request of one's own comes: what announcements have taught so far."""
+        """Update the expected number of requests per own request."""
         if self._own_ms:
             self._own_span_ms += now_ms - self._own_ms[-1]
         self._num_own += 1.0
@@ -264,7 +264,7 @@ class OtherFronts:
         ]
 
     def num_unknown(self) -> float:
-        """Requests of others that are on their way when one of one's own comes."""
+        """Expected unreported requests of other fronts."""
         return self._by_own + self._by_ms * self._unknown_ms()
 
     def _unknown_ms(self) -> float:
@@ -314,7 +314,7 @@ class OtherFronts:
         return changes
 
     def _seen_ms(self, worker: _Worker, now_ms: float) -> float:
-        """Until when it is known what came to a worker."""
+        """Time up to which a worker's requests are known."""
         lags = [self._lag_ms] if worker.idle else []
         if self._told_ms is not None:
             lags.append(self._told_ms)

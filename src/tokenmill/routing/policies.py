@@ -30,14 +30,14 @@ class RoutingChoice:
 class Policy:
     costs: Callable[[RoutingChoice], list[float]]
     rule: str  # a sentence without its subject, such as "the lowest cost wins"
-    term: str = ""  # of a decision, by which workers are compared
-    reason: str = ""  # why a worker, where no term says it
-    knows_blocks: bool = False  # what workers have cached counts
-    counts_load: bool = False  # what workers have to do counts
+    term: str = ""  # the term of Decision.terms that decides
+    reason: str = ""  # where no term says it
+    knows_blocks: bool = False  # cached blocks count
+    counts_load: bool = False  # load counts
 
 
 def _kv(choice: RoutingChoice) -> list[float]:
-    """Up to a constant: see router.py."""
+    """The cost of router.py, without terms that are equal on all workers."""
     now_ms, num_tokens = choice.now_ms, choice.num_tokens
     costs = [
         (cost if (cost := in_time - now_ms) > (least := late + growth * now_ms) else least)

@@ -12,12 +12,12 @@ from tokenmill.routing.kv_index import KVIndex
 from tokenmill.routing.step_rates import StepRates
 from tokenmill.sched.cache.blocks import U64
 
-OPENING = 0.125  # of a stall: prompts that come later may open the step that this one spares
-LATE = 0.25  # a step that is late is expected to last this share of its time so far, once more
+OPENING = 0.125  # weight of the first prompt's fixed cost: a later prompt may pay it anyway
+LATE = 0.25  # an overdue step is expected to last this share of its elapsed time more
 
 
 class WorkerLoad(NamedTuple):
-    """What was routed to a worker and has not ended, and the step that it runs."""
+    """Open requests of a worker, and the step that it runs."""
 
     queued_tokens: int = 0  # uncached and not computed yet
     kv_tokens: int = 0  # of KV blocks; shared ones count twice
@@ -29,7 +29,7 @@ class WorkerLoad(NamedTuple):
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that begin with the next step."""
+        """Prompts that wait for the next step."""
         return max(self.num_pending - self.step_pending, 0)
 
 
@@ -41,7 +41,7 @@ Line = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Milliseconds of what a request brings and finds, weighted."""
+    """Weighted milliseconds per unit of a request's cost."""
 
     rates: StepRates
     uncached: float  # a prompt token that is not cached
@@ -109,7 +109,7 @@ class Prices:
         return in_time, rest - LATE * began_ms, LATE, by_token
 
 
-UNKNOWN = {HOST: 0.1, DISK: 0.3}  # of a worker that has not told how long a token takes
+UNKNOWN = {HOST: 0.1, DISK: 0.3}  # share of computing, until a worker has measured its tier
 
 
 def tier_price(tier: str, token_ms: dict[str, float], computed_ms: float) -> float:

@@ -42,23 +42,23 @@ from tokenmill.routing.prices import IDLE, Line, Prices, WorkerLoad, cached_toke
 from tokenmill.routing.step_rates import PRIOR, StepRates
 from tokenmill.sched.cache.blocks import U64, hash_chain
 
-OUTPUT_TOKENS = 128.0  # of an answer, before the first has ended
-MEMORY = 256  # answers whose mean length is expected
-MAX_PREFIXES = 4096  # whose uses are counted
-USE_DECAY = 0.5 ** (1 / 256)  # of a use with each decision
-AHEAD = 16  # requests of each worker that a copy of a prefix is made for
-MANY = 2.0  # requests of others that are unknown, from which on fronts take turns
-NEAR = 2.0  # of these at most, that one worker may have got
-FIRST_TOKENS = 64.0  # for each of which one more request is taken to wait, before any was routed
+OUTPUT_TOKENS = 128.0  # prior: tokens per answer
+MEMORY = 256  # answers in the moving mean of their length
+MAX_PREFIXES = 4096  # with a count of uses
+USE_DECAY = 0.5 ** (1 / 256)  # per decision: a use counts half after 256
+AHEAD = 16  # expected future uses per extra prefix replica, by worker
+MANY = 2.0  # unreported requests of other fronts above which fronts take turns
+NEAR = 2.0  # most of them that are assumed at one worker
+FIRST_TOKENS = 64.0  # prior: queued tokens per waiting request
 
 
-# How what a backend has cached is known: all of it by events; what was stored since some time by
-# events, the rest assumed from what it was sent; all of it assumed.
+# How the cached blocks of a backend are known: by events; by events since some time and assumed
+# before; or assumed from the prompts that it received.
 Basis = Literal["events", "partial events", "assumed"]
 
 
 class CacheReports(Protocol):
-    """What backends that publish events hold; engine_events/engine_caches.py has it."""
+    """Cached blocks of backends that publish events, as engine_events/engine_caches.py has it."""
 
     def basis(self, backend: str, /) -> Basis: ...
 
@@ -87,8 +87,8 @@ class Decision:
     cached_tokens: dict[str, int]  # by worker; those without any are left out
     prices: Prices
     now_ms: float
-    num_uses: float  # that are expected of another copy of the longest prefix that a worker has
-    num_waiting: float  # requests, this one and others, that are expected to wait for each token
+    num_uses: float  # expected of one more replica of the longest cached prefix
+    num_waiting: float  # expected requests, this one included, that wait per queued token
     announcement: Announcement | None = None  # for the other fronts, if there are any
     basis: Basis | None = None  # how it is known what a backend has cached; None: of a worker
 
@@ -113,7 +113,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Routed:
-    """What a request adds to its worker's account."""
+    """A routed request: what it adds to its worker's load until it ends."""
 
     worker: str
     queued_tokens: int
@@ -150,7 +150,7 @@ class Router:
         self._uses: dict[int, tuple[float, int]] = {}  # (count, decision) by prefix, by age
         self._num_decisions = 0
         self._num_recent = 0.0  # decisions, counted as uses are
-        self._waited_tokens = FIRST_TOKENS  # of prompts that those routed of late found ahead
+        self._waited_tokens = FIRST_TOKENS  # queued tokens that the latest requests found
         self._own_tokens = FIRST_TOKENS  # of these prompts
 
     @property
@@ -159,12 +159,12 @@ class Router:
 
     @property
     def rates(self) -> StepRates:
-        """What steps cost, as far as workers have shown."""
+        """Step costs fitted to the workers' own steps."""
         return self._prices.rates
 
     @property
     def _alone(self) -> float:
-        """The share of prompts that have a step for themselves."""
+        """Share of the latest prompts that were alone in their step."""
         return max(self._num_alone, 0.0) / self._num_learned
 
     def loads(self) -> list[WorkerLoad]:
@@ -204,7 +204,7 @@ class Router:
         return lost
 
     def forget_cache(self, name: str) -> None:
-        """A worker that is known has nothing cached any more."""
+        """Drop the cached blocks of a known worker."""
         if name in self._slots:
             self.index.add_worker(name)
 
@@ -213,7 +213,7 @@ class Router:
         return self.index.apply(worker, batch)
 
     def load(self, worker: str, dump: Dump) -> bool:
-        """Take a worker's dump; False: pull another."""
+        """Replace a worker's blocks by its dump; False: a newer dump is needed."""
         if worker in self._slots:
             self._token_ms[worker] = dump.token_ms
         return self.index.load(worker, dump)
@@ -247,7 +247,7 @@ class Router:
             self.index.predict_marks(told.worker, told.hashes, now_s + self.config.predict_s)
 
     def _without_shared(self, told: Announcement) -> Announcement:
-        """An announcement without tokens of a prefix that is known to be computed there anyhow."""
+        """The announcement without tokens of a prefix that another request computes."""
         queued, kv, size = told.queued_tokens, told.kv_tokens, self.config.block_size
         known = self.index.known_marks(told.worker, told.hashes)
         shared = shared_tokens(queued, kv, size, known)
@@ -381,7 +381,7 @@ class Router:
         self._set(slot, WorkerLoad(queued, kv, count, pending, 1e3 * now_s, queued, pending))
 
     def _begin_if_idle(self, name: str, num_requests: int, now_s: float) -> None:
-        """What comes to a worker that has nothing else begins at once."""
+        """An idle worker starts the request in its next step."""
         if self._loads[self._slots[name]].num_requests == num_requests:
             self.stepped(name, now_s)
 
@@ -396,7 +396,7 @@ class Router:
             self._set_prices(self._prices.rates)
 
     def _learn_waiting(self, name: str, num_tokens: int) -> None:
-        """Who waits behind a token finds it ahead when routed: counted there, once for each."""
+        """Update the mean number of requests that wait per queued token."""
         load = self._loads[self._slots[name]]
         self._waited_tokens = self._waited_tokens * USE_DECAY + load.queued_tokens
         self._own_tokens = self._own_tokens * USE_DECAY + max(num_tokens, 1)
@@ -435,7 +435,7 @@ class Router:
         )
 
     def _assume_others(self, now_s: float) -> None:
-        """Place what other fronts are taken to have sent, where it costs least."""
+        """Place the estimated requests of other fronts on the workers of lowest cost."""
         others, now_ms = self._others, 1e3 * now_s
         for name, change in others.silenced(now_ms, self.rates.prefill):
             self._add(name, *change)
@@ -447,7 +447,7 @@ class Router:
                 self._begin_if_idle(name, change.num_requests, now_s)
 
     def _num_uses(self, prefix: int | None, cached: dict[str, int]) -> float:
-        """How many are expected to use another copy of the longest prefix that a worker has."""
+        """Expected future uses of one more replica of the prompt's longest cached prefix."""
         count = self._count_use(prefix)
         if prefix is None:
             return 1.0
@@ -456,7 +456,7 @@ class Router:
         return 1.0 + AHEAD * max(0.0, share * len(self._names) - num_copies)
 
     def _count_use(self, prefix: int | None) -> float:
-        """Count a decision, and that it was for a prefix; how many of the latest were."""
+        """Count a use of a prefix; returns its decayed number of uses."""
         self._num_decisions += 1
         self._num_recent = 1.0 + self._num_recent * USE_DECAY
         if prefix is None:
@@ -521,7 +521,7 @@ class Router:
             cached={name: choice.cached[name]} if name in choice.cached else {},
         )
         limit = lowest + num_more * max(self.policy.costs(more)[0] - lowest, 0.0)
-        held = choice.cached.get(name, 0)  # no turn is worth computing it again
+        held = choice.cached.get(name, 0)  # a turn is not worth recomputing a cached prefix
         near = [
             slot
             for slot, other in enumerate(self._names)

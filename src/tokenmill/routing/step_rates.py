@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass
 NUM_RATES = 5
 NUM_SUMS = NUM_RATES * (NUM_RATES + 3) // 2
 MEMORY = 1.0 - 1 / 4096  # weight of the steps so far when another one is added
-MAX_BASE_TOKENS = 1000  # no machine computes more prompt tokens in the time of an empty step
-PRIOR_WEIGHT = 1e-4  # of each prior rate, in steps that are off by its whole size
+MAX_BASE_TOKENS = 1000  # upper bound of an empty step, in prompt tokens
+PRIOR_WEIGHT = 1e-4  # of the prior, against one step's error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 from typing import Generic, Protocol, TypeVar
 
-PROOF_TOKENS = 4  # beyond where it stood: a step or two may have been lost with the worker
+PROOF_TOKENS = 4  # beyond the earlier progress: a death may have lost a step or two
 
 
 class OpenEntry(Protocol):
     """A request that has not ended, as far as it concerns suspicion."""
 
-    num_deaths: int  # of workers that it was at, since it last got on
+    num_deaths: int  # deaths in a row without a new token
     num_tokens_at_death: int
 
     @property
@@ -39,7 +39,7 @@ class Trials:
 
 
 class Suspects(Generic[Entry]):
-    """The deaths that each request was at, and the one suspect that is at work."""
+    """Counts deaths per request; one suspect runs at a time."""
 
     def __init__(self, max_deaths: int, trials: Trials | None = None) -> None:
         self._max_deaths = max_deaths
