@@ -354,9 +354,6 @@ class PoolConfig:
         return self.prefill * self.prefill_ranks + decoding
 
 
-PATIENCE = number(0.1, math.inf, "SECONDS")
-
-
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = setting("127.0.0.1", "Address to listen on.")

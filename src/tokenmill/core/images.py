@@ -92,10 +92,6 @@ class LoaderStats:
     refused: dict[str, int] = field(default_factory=Counter)  # by what failed: fetch, read, decode
     cached_bytes: int = 0
 
-    @property
-    def num_refused(self) -> int:
-        return sum(self.refused.values())
-
     def add(self, other: LoaderStats) -> None:
         for name in ("num_images", "num_hits", "num_fetched", "num_decoded", "num_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -114,7 +114,6 @@ class MeanDemand:
     output_tokens: float
     prefill_seen: float  # positions that prompt tokens attend to, over all layers
     decode_seen: float  # positions that decoded tokens attend to
-    held_tokens: float  # tokens in the cache at the mean step of its life
 
     def without_cached(self, share: float) -> MeanDemand:
         """Where a prefix cache has this share of every prompt: the rest still attends to it."""
@@ -133,17 +132,10 @@ class MeanDemand:
 @cache
 def demand_of(spec: ModelSpec, lengths: Lengths) -> MeanDemand:
     """Means over the distribution: attention is quadratic, so the mean length would not do."""
-    prefill = decode = held = 0.0
+    prefill = decode = 0.0
     for input_len, output_len in lengths.pairs:
         at_first = spec.attended_positions(input_len)
         prefill += at_first
         decode += spec.attended_positions(input_len + output_len) - at_first
-        held += output_len * (input_len + output_len / 2)
     count = len(lengths.pairs)
-    return MeanDemand(
-        lengths.mean_input,
-        lengths.mean_output,
-        prefill / count,
-        decode / count,
-        held / count / lengths.mean_output,
-    )
+    return MeanDemand(lengths.mean_input, lengths.mean_output, prefill / count, decode / count)
