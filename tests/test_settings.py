@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from tokenmill.settings import (
 from tokenmill.settings.options import all_settings
 from tokenmill.settings.removed import _NOW, what_is_so_now
 
+ROOT = Path(__file__).parents[1]
+PAST = ("log", "changes")
 EVERY = all_settings(typer.main.get_command(app))
 TABLE = by_key(SAMPLING, *SERVED.values())
 
@@ -219,8 +222,13 @@ def test_no_command_takes_a_key_twice() -> None:
         assert [key for key, number in keys.items() if number > 1] == []
 
 
-def test_serve_takes_80_settings_at_most() -> None:
-    assert len(by_key(*SERVED.values())) <= 80
+def test_serve_takes_80_settings_at_most_and_docs_use_each() -> None:
+    taken = by_key(*SERVED.values())
+    assert len(taken) <= 80
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md") if path.stem not in PAST]
+    words = "\n".join([*pages, (ROOT / "README.md").read_text()])
+    unused = {key for key in taken if not re.search(rf"--(no-)?{key}(?![\w-])", words)}
+    assert not unused - {"model"}, f"no page uses {unused}"
 
 
 def test_what_was_removed_says_what_is_so_now(
