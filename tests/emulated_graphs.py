@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -134,6 +136,8 @@ def emulate_start(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mem_get_info", lambda: (2**40, 2**40)),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
+    folder = TemporaryDirectory()
+    monkeypatch.setattr(build, "cache_dir", lambda: Path(folder.name))  # of choices of kernels
     monkeypatch.setattr(build, "_captures", lambda setup: True)
 
 

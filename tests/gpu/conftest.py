@@ -8,6 +8,7 @@ import torch
 
 from gpu.setups import SETUPS, Checkpoints
 from tokenmill.core.config import ExecutionConfig
+from tokenmill.engine import build as build_module
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.choices import set_mode
 
@@ -32,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def choices_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What other runs have chosen decides nothing here."""
+    folder = tmp_path_factory.mktemp("choices")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "cache_dir", lambda: folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tokenmill import __version__
 from tokenmill.core.config import (
     NGRAM,
     ExecutionConfig,
@@ -20,6 +21,7 @@ from tokenmill.core.config import (
 from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.core.types import GrammarVocab
+from tokenmill.engine import kernel_choices
 from tokenmill.engine.drafts.open_drafts import choose_drafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.graphs.capture import CaptureLimits
@@ -34,8 +36,10 @@ from tokenmill.engine.ranks.step_leader import StepLeader
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.warm_up import FEW, warm_up_steps
+from tokenmill.kernels import product_trials
 from tokenmill.kv.connectors import KVLink
 from tokenmill.layers.linear import ComputeType
+from tokenmill.models.checkpoints.store import cache_dir
 from tokenmill.parallel import ONE, Ranks
 from tokenmill.routing.attention_dp import ContextBalancer, ContextPolicy, NeverHold, RankCaches
 from tokenmill.sched.cache.blocks import BlockPool
@@ -171,26 +175,58 @@ def prepare_runner(
     on_phase("warm-up")
     if not _captures(setup):
         return
-    if runner.leader is not None:
-        runner.leader.tell_capture()
-    capture_graphs(setup, part, runner, progress)
-    layout = part.network.layout
-    if not layout.own_tokens:
-        runner.split_short_prompts(setup.scheduler.num_seqs, setup.scheduler.budget)
+    if part.network.layout.ranks.size == 1:
+        _capture_alike(setup, part, runner, progress)
+    else:
+        if runner.leader is not None:
+            runner.leader.tell_capture()
+        capture_graphs(setup, part, runner, progress)
+        if not part.network.layout.own_tokens:
+            runner.split_short_prompts(setup.scheduler.num_seqs, setup.scheduler.budget)
     on_phase("CUDA graphs")
     # A step launched ahead is known to nobody else: to no engine whose blocks it may write, and to
     # no rank that would have to meet this one.
-    alone = part.link is None and layout.ranks.size == 1
+    alone = part.link is None and part.network.layout.ranks.size == 1
     runner.drafts.runs_ahead = alone and part.mtp is not None
 
 
+def _capture_alike(
+    setup: Setup, part: LoadedPart, runner: ModelRunner, progress: Progress | None
+) -> None:
+    """Capture graphs of the kernels that the first engine of this kind has chosen by trial."""
+    scheduler, on_gpu = setup.scheduler, setup.model.device == "cuda"
+    gpu = torch.cuda.get_device_name(part.network.device) if on_gpu else ""
+    key = (
+        __version__, torch.__version__, torch.version.cuda, gpu,
+        part.checkpoint.spec, setup.model.dtype, setup.cache.dtype, setup.cache.block_size,
+        replace(setup.execution, record_path=None),
+    )  # fmt: skip
+    with kernel_choices.opened(cache_dir() / "kernels", key) as file:
+        if file.known is None:
+            capture_graphs(setup, part, runner, progress)
+            runner.split_short_prompts(scheduler.num_seqs, scheduler.budget)
+            found = product_trials.found(), runner.split.most_prompts
+            file.keep(kernel_choices.KernelChoices(*found))
+            return
+        product_trials.adopt(file.known.products)
+        capture_graphs(setup, part, runner, progress, with_trials=False)
+        runner.split.most_prompts = file.known.most_prompts
+        _log.info("kernels are those of %s", file.path)
+
+
 def capture_graphs(
-    setup: Setup, part: LoadedPart, runner: ModelRunner, progress: Progress | None = None
+    setup: Setup,
+    part: LoadedPart,
+    runner: ModelRunner,
+    progress: Progress | None = None,
+    with_trials: bool = True,
 ) -> None:
     """Capture the graphs that this rank's steps are replayed by."""
     execution, scheduler = setup.execution, setup.scheduler
     limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
-    report = runner.capture(scheduler.num_seqs, limits, progress, execution.mtp, scheduler.budget)
+    report = runner.capture(
+        scheduler.num_seqs, limits, progress, execution.mtp, scheduler.budget, with_trials
+    )
     _log.info("%s", report.describe())
 
 

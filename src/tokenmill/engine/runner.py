@@ -138,6 +138,7 @@ class ModelRunner:
         progress: Progress | None = None,
         depth: int = 0,
         budget: int = 0,
+        with_trials: bool = True,
     ) -> CaptureReport:
         """Capture decode graphs up to max_size sequences, short prompts, and up to `depth` drafts.
 
@@ -145,6 +146,7 @@ class ModelRunner:
         layers, and small groups of images. The cache's last block is padding. All graphs share one
         pool of memory. Ranks whose tokens differ meet once in each step, which runs in pieces
         alone; those with the same tokens capture the same graphs, as many as fit on all.
+        `with_trials`: products that can be computed in two ways are tried both ways.
         """
         pool, own_tokens = torch.cuda.graph_pool_handle(), self.model.layout.own_tokens
         decode = DecodeGraphs(self.model, self.layers, self.builder, max_size)
@@ -165,7 +167,7 @@ class ModelRunner:
         if self.images is not None and self.model.layout.ranks.size == 1:
             encoder = self.images.encode.add_graphs()
             jobs += encoder.jobs(pool)
-        with trials():  # each size runs once before its capture
+        with trials(with_trials):  # each size runs once before its capture
             report = capture_all(jobs, limits, progress, on_any_rank=self._on_any_rank)
         torch.cuda.empty_cache()  # what the warm-up left, and runs before captures have used
         if not own_tokens:

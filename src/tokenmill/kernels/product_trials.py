@@ -8,8 +8,9 @@ A product that is added to a residual may take longer than one whose result the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -20,17 +21,24 @@ REPEATS = 4
 WORTH = 0.97  # of cuBLAS's time: a residual is then added by the norm that follows
 SCRUB_BYTES = 128 * 2**20  # more than an L2 holds; twice, so that the host launches ahead of it
 
-Way = Callable[[torch.Tensor, torch.Tensor], object]  # of x[m, k] and weight[n, k]
 
-_second_is_faster: dict[tuple[Way, Way, int, int, int], bool] = {}  # by ways, rows, n and k
+class Way(Protocol):
+    """A product of x[m, k] and weight[n, k]."""
+
+    __name__: str
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, /) -> object: ...
+
+
+_second_is_faster: dict[str, bool] = {}  # by the names of the ways, rows, n and k
 _trying = False
 
 
 @contextmanager
-def trials() -> Iterator[None]:
-    """Products that are met for the first time within it are tried both ways."""
+def trials(held: bool = True) -> Iterator[None]:
+    """Products that are met for the first time within it are tried both ways, if `held`."""
     global _trying
-    _trying = True
+    _trying = held
     try:
         yield
     finally:
@@ -45,11 +53,25 @@ def second_is_faster(
     untried: bool = False,
 ) -> bool:
     """Whether the second way took less than `worth` of the first one's time; else `untried`."""
-    key = *ways, x.shape[0], *weight.shape
+    key = _name(ways, x.shape[0], *weight.shape)
     if _trying and key not in _second_is_faster and _is_worth_it(x.shape[0], weight.nbytes):
         first, second = _times(ways, x, weight)
         _second_is_faster[key] = second < worth * first
     return _second_is_faster.get(key, untried)
+
+
+def _name(ways: tuple[Way, Way], rows: int, n: int, k: int) -> str:
+    return f"{ways[0].__name__} {ways[1].__name__} {rows} {n} {k}"
+
+
+def found() -> dict[str, bool]:
+    """What all trials so far have found, by name: whether the second way is faster."""
+    return dict(_second_is_faster)
+
+
+def adopt(choices: Mapping[str, bool]) -> None:
+    """Choose as another engine did."""
+    _second_is_faster.update(choices)
 
 
 def _is_worth_it(rows: int, num_bytes: int) -> bool:
