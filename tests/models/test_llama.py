@@ -1,5 +1,6 @@
 """Logits of every family variant against transformers: whole, chunked, token by token."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from harness import Harness, assert_same_logits
 from tiny_models import make_model, save, tame
 from tokenmill.layers import attention
+from tokenmill.models.checkpoints.weights import open_checkpoint
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -68,6 +70,16 @@ def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
     variant, changes = CASES[case]
     reference = tame(make_model(variant, **changes))
     assert_same_logits(reference, save(reference, tmp_path))
+
+
+def test_a_head_of_its_own_is_used_though_the_config_ties_it(tmp_path: Path) -> None:
+    reference = tame(make_model("llama"))
+    config = save(reference, tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert "lm_head.weight differs from the embedding" in checkpoint.describe()
+    assert checkpoint.spec.num_params() == sum(p.numel() for p in reference.parameters())
+    assert_same_logits(reference, tmp_path)
 
 
 def test_chunking_does_not_change_a_bit(tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ class Checkpoint:
     num_bytes: int  # of the tensors as stored
     readable: Mapping[str, ReadableTensor] = field(repr=False)
     num_static_scales: int = 0  # in the file, and not used
+    own_head: bool = False  # though its config.json says that the head is the embedding
 
     def tensors(
         self,
@@ -232,6 +233,8 @@ class Checkpoint:
             f"{self.path.name}: {self.spec.architecture}, {size} parameters, "
             f"{self.spec.num_layers} layers, {self.kind} {self._stored_as()}, "
             f"{self.num_bytes / 1e6:,.1f} MB"
+            + self.own_head
+            * ", lm_head.weight differs from the embedding and is not tied to it"
         )
 
     def _stored_as(self) -> str:
@@ -400,6 +403,8 @@ def _open_safetensors(path: Path) -> Checkpoint:
     spec = read_spec(path)
     architecture = family_of(spec).architectures[spec.architecture]
     stored = {architecture.our_name(name): t for name, t in read_stored(path).items()}
+    own_head = spec.tie_embeddings and _has_own_head(stored)
+    spec = replace(spec, tie_embeddings=spec.tie_embeddings and not own_head)
     check_tensors(stored, spec, path)
     tensors = _with_scales(stored, spec, expected_tensors(spec))
     types: Counter[str] = Counter()
@@ -408,7 +413,17 @@ def _open_safetensors(path: Path) -> Checkpoint:
     (file_type, _), *_ = types.most_common(1)
     static = re.compile("|".join(STATIC_SCALES))
     unused = sum(static.fullmatch(name) is not None for name in stored)
-    return Checkpoint(path, "safetensors", spec, file_type, types.total(), tensors, unused)
+    total = types.total()
+    return Checkpoint(path, "safetensors", spec, file_type, total, tensors, unused, own_head)
+
+
+def _has_own_head(stored: Mapping[str, SafetensorsTensor]) -> bool:
+    """True for an output head that is not a copy of the embedding."""
+    head, table = stored.get("lm_head.weight"), stored.get(EMBEDDING)
+    if head is None or table is None:
+        return False
+    same = (head.shape, head.type_name) == (table.shape, table.type_name)
+    return not (same and torch.equal(head.read(), table.read()))
 
 
 def _with_scales(
