@@ -22,8 +22,8 @@ from tokenmill.bench.roofline import BYTES, HEAD_DTYPE, PeakRates, expert_bytes,
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import SchedulerConfig, Setup
 from tokenmill.core.flags import count, numbers, read_int, setting
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.core.types import Request
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import choose_device, resolve_setup
 from tokenmill.engine.graphs.capture import CaptureLimits, capture_all
@@ -270,7 +270,9 @@ class DecodeProbe:
         items = []
         for slot in range(size):
             token_ids = [0] * context + [source.randrange(vocab)]
-            seq = Sequence(Request(str(slot), token_ids), (0, 0, slot), context + 2, frozenset())
+            seq = Sequence(
+                Request(str(slot), Generate(token_ids)), (0, 0, slot), context + 2, frozenset()
+            )
             pages = list(range(slot * per_seq, (slot + 1) * per_seq))
             seq.block_ids, seq.window_ids = pages[:num_blocks], pages[num_blocks:]
             if groups := runner.sliding.num_groups:

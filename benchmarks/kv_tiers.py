@@ -18,7 +18,8 @@ from tokenmill.bench.results.mooncake import TRACE_BLOCK_TOKENS
 from tokenmill.core.config import Setup
 from tokenmill.core.flags import count, number, setting
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import Request, RequestOutput, SamplingParams, TokenmillError
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import SamplingParams, TokenmillError
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import choose_device, resolve_setup
 from tokenmill.engine.engine import LanguageEngine
@@ -205,7 +206,9 @@ class _Run:
         self.answers[asked.name] = []
         self._num_prompt_tokens += len(asked.prompt)
         self._engine.submit(
-            Request(asked.name, asked.prompt, sampling, arrival_ns=now_ns, cache_salt=salt)
+            Request(
+                asked.name, Generate(asked.prompt, sampling, cache_salt=salt), arrival_ns=now_ns
+            )
         )
 
     def _take(self, output: RequestOutput) -> bool:

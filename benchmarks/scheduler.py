@@ -11,7 +11,8 @@ from tokenmill import console
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from tokenmill.core.flags import count, setting
 from tokenmill.core.metrics import summarize
-from tokenmill.core.types import Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch
@@ -60,7 +61,10 @@ def decode_requests(num_running: int, prompt_tokens: int = 128) -> list[Request]
     """Distinct prompts that decode up to the context limit, and fill their blocks at any step."""
     sampling = SamplingParams(max_tokens=None, ignore_eos=True)
     return [
-        Request(f"step-{i}", [_TOKEN + 1 + i] * (prompt_tokens + i % DEFAULT_BLOCK_SIZE), sampling)
+        Request(
+            f"step-{i}",
+            Generate([_TOKEN + 1 + i] * (prompt_tokens + i % DEFAULT_BLOCK_SIZE), sampling),
+        )
         for i in range(num_running)
     ]
 
@@ -119,7 +123,7 @@ def _fill(scheduler: Scheduler, requests: list[Request]) -> None:
         scheduler.update(batch, fake_result(batch))
         return batch
 
-    most = sum(len(request.prompt_token_ids) for request in requests)
+    most = sum(len(request.task.prompt_token_ids) for request in requests)
     if not any([new for _, new in step().items] == [1] * len(requests) for _ in range(most)):
         raise ValueError(f"the scheduler does not run {len(requests)} requests at once")
     for _ in range(WARMUP_STEPS):

@@ -22,7 +22,8 @@ from tokenmill.bench.commands.throughput import model_path
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.flags import SWITCH, count, setting
-from tokenmill.core.types import GrammarVocab, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import GrammarVocab, SamplingParams
 from tokenmill.settings import (
     CACHE,
     EXECUTION,
@@ -219,7 +220,7 @@ def _vocab(path: Path) -> GrammarVocab | None:
 def _first_token(built: BuiltEngine) -> None:
     length = min(PROMPT_TOKENS, built.max_model_len - 1)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    built.engine.submit(Request("first", [0] * length, sampling))
+    built.engine.submit(Request("first", Generate([0] * length, sampling)))
     for _ in range(100):
         for output in built.engine.step():
             if output.error:

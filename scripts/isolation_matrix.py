@@ -42,11 +42,14 @@ from tokenmill.core.config import (  # noqa: E402
     SchedulerConfig,
     ServerConfig,
 )
-from tokenmill.core.jobs.job_engine import JobOutput  # noqa: E402
-from tokenmill.core.jobs.rank_job import RankScores, pack  # noqa: E402
+from tokenmill.core.requests import Request  # noqa: E402
+from tokenmill.core.tasks import Scores  # noqa: E402
+from tokenmill.core.types import EngineStats, FinishReason  # noqa: E402
 from tokenmill.proxy.backends import Backends  # noqa: E402
 from tokenmill.proxy.forwarding import POSTS, STORED  # noqa: E402
 from tokenmill.proxy.proxy_routes import RouteApp, RouteState  # noqa: E402
+from tokenmill.workers.messages import ModelFacts  # noqa: E402
+from tokenmill.workers.output_stream import OutputStream  # noqa: E402
 from tokenmill.workers.pool import WorkerPool  # noqa: E402
 
 PAGE = ROOT / "docs" / "security.md"
@@ -182,19 +185,23 @@ _closed = contextlib.closing
 class RankPool(FakePool):
     """A worker that scores every candidate alike."""
 
-    facts = {"max_seq_len": 64, "scaling_seqlen": 0}  # noqa: RUF012
-    num_held, max_open, num_working = 0, 9, 1
+    facts = ModelFacts(about={"max_seq_len": 64, "scaling_seqlen": 0})
+    num_held, num_working = 0, 1
 
-    def submit(self, job_id: str, payload: bytes, on_output: Any, *_more: Any, **_: Any) -> None:
-        scores = RankScores(scores=bytes(4))
-        done = JobOutput(job_id, "done", pack(scores))
-        asyncio.get_running_loop().call_soon(on_output, done)
+    def submit(self, requests: list[Request]) -> OutputStream:
+        stream = super().submit(requests)
+        asyncio.get_running_loop().call_soon(self.answer, requests[0].request_id)
+        return stream
 
-    def known_stats(self) -> dict[str, float]:
-        return {}
+    def answer(self, request_id: str) -> None:
+        scores = Scores(scores=bytes(4))
+        self._put(request_id, delta=scores, finish_reason=FinishReason.STOP)
 
-    async def stats(self) -> dict[str, float]:
-        return {}
+    def known_stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
 
     async def scale(self, num_workers: int) -> None: ...
 
@@ -209,7 +216,7 @@ class RankPool(FakePool):
 async def ranking(config: ServerConfig, _folder: Path) -> AsyncIterator[Site]:
     """A ranking server whose worker needs no model."""
     keys, pool = Keys.of(config, TOKEN, b"salt"), RankPool()
-    service = await make_rank_service(MODEL, keys, pool)  # type: ignore[arg-type]
+    service = await make_rank_service(MODEL, 9, keys, pool)  # type: ignore[arg-type]
     front = CallMiddleware(service.app, keys, service.metrics, streams=False)
 
     async def store(headers: Json) -> str:
@@ -225,9 +232,8 @@ class VideoPool(RankPool):
 
     content = OWN
 
-    def submit(self, job_id: str, payload: bytes, on_output: Any, *_more: Any, **_: Any) -> None:
-        self.open[job_id] = on_output
-        asyncio.get_running_loop().call_soon(self.done, job_id, self.content.encode())
+    def answer(self, request_id: str) -> None:
+        self.done(request_id, self.content.encode())
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ from qwen3_vl_requests import SAMPLES, WARM_UP, Work
 
 import tokenmill.bench
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 
@@ -52,8 +52,8 @@ def main() -> None:
     requests = [work.sample() for _ in range(args.samples)]
     as_text = [work.sample(as_text=True) for _ in range(max(1, args.samples // 4))]
     seconds = seconds_of(built, requests)
-    tokens = sum(len(request.prompt_token_ids) for request in requests)
-    images = sum(request.images[0].num_tokens for request in requests)
+    tokens = sum(len(request.task.prompt_token_ids) for request in requests)
+    images = sum(request.task.images[0].num_tokens for request in requests)
     report = {
         "benchmark": "qwen3-vl",
         "weights": "random",

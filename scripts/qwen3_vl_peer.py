@@ -35,7 +35,7 @@ from qwen3_vl_requests import SAMPLES, WARM_UP, Work
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import tokenmill.bench
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
 from tokenmill.models import spec_of
 
 BEGIN = time.monotonic()
@@ -91,10 +91,10 @@ def _tokenizer() -> Tokenizer:
 
 def prompt_of(request: Request, seed: int) -> dict[str, Any]:
     """The same prompt for vLLM: one placeholder, and an image of noise of the same size."""
-    (span,) = request.images
+    (span,) = request.task.images
     _, rows, columns = span.image.grid
     pixels = np.random.default_rng(seed).integers(0, 256, (16 * rows, 16 * columns, 3), np.uint8)
-    ids = request.prompt_token_ids
+    ids = request.task.prompt_token_ids
     short = [*ids[: span.offset], SPECIAL["<|image_pad|>"], *ids[span.end :]]
     return {"prompt_token_ids": short, "multi_modal_data": {"image": Image.fromarray(pixels)}}
 
@@ -121,7 +121,7 @@ def draw_as_ours(model: Any) -> int:
 
 def with_own_image(made: dict[str, Any], request: Request, name: str) -> dict[str, Any]:
     """Processed inputs of an image of the same size, as those of a request with another image."""
-    (span,), (item,) = request.images, made["mm_kwargs"]["image"]
+    (span,), (item,) = request.task.images, made["mm_kwargs"]["image"]
     (place,) = made["mm_placeholders"]["image"]
     assert place.length == span.num_tokens
     pixels = item["pixel_values"]
@@ -129,7 +129,7 @@ def with_own_image(made: dict[str, Any], request: Request, name: str) -> dict[st
     own = type(item)({**item, "pixel_values": noise})
     return {
         **made,
-        "prompt_token_ids": list(request.prompt_token_ids),
+        "prompt_token_ids": list(request.task.prompt_token_ids),
         "mm_kwargs": type(made["mm_kwargs"])({"image": [own]}),
         "mm_hashes": {"image": [f"{name}-image-0"]},
         "mm_placeholders": {"image": [replace(place, offset=span.offset)]},
@@ -158,10 +158,10 @@ class Peer:
 
     def _input(self, request: Request, name: str) -> dict[str, Any]:
         """What vLLM makes of a request; its processor sees the first image of each size."""
-        grid = request.images[0].image.grid
+        grid = request.task.images[0].image.grid
         if grid not in self._processed:
             made = self.llm._preprocess_cmpl([prompt_of(request, 0)])[0]
-            assert list(made["prompt_token_ids"]) == request.prompt_token_ids
+            assert list(made["prompt_token_ids"]) == request.task.prompt_token_ids
             self._processed[grid] = made
             say(processed=grid)
         return with_own_image(self._processed[grid], request, name)
@@ -174,7 +174,7 @@ class Peer:
         say(inputs=len(inputs), render_s=round(ready - begin, 3))
         engine = self.llm.llm_engine
         for index, (request, made) in enumerate(zip(requests, inputs, strict=True)):
-            out = request.sampling.max_tokens
+            out = request.task.sampling.max_tokens
             params = self._params(temperature=0.0, max_tokens=out, ignore_eos=True)
             params.detokenize = False
             engine.add_request(f"{seed}-{index}", made, params)
@@ -211,7 +211,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             version=vllm.__version__,
             weights=weights,
             samples=len(requests),
-            prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+            prompt_tokens=sum(len(request.task.prompt_token_ids) for request in requests),
             render_s=round(render_s, 3),
             seconds=round(seconds, 3),
             samples_s=rates[weights],

@@ -7,8 +7,9 @@ import random
 import numpy as np
 
 from tokenmill.core.images import ImageInput, ImageSpan
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.types import SamplingParams
 
 SIZES = ((1024, 768), (1024, 1024), (1280, 1152), (1536, 1280), (1408, 1408), (1408, 1024))
 TEXT, OUT = (400, 1200), 43
@@ -27,7 +28,7 @@ class Work:
         self.count += 1
         ids = [self.source.randrange(10, self.vocab - 400) for _ in range(length)]
         sampling = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True)
-        return Request(str(self.count), ids, sampling)
+        return Request(str(self.count), Generate(ids, sampling))
 
     def sample(self, out: int = OUT, as_text: bool = False) -> Request:
         """A prompt with one image between two halves of text, or with text in its place."""
@@ -39,12 +40,13 @@ class Work:
         if as_text:
             return request
         image, offset = self._image(2 * (height // unit), 2 * (width // unit)), length // 2 + 1
-        ids, vision = request.prompt_token_ids, self.vision
+        ids, vision = request.task.prompt_token_ids, self.vision
         ids[offset - 1] = vision.vision_start_id
         ids[offset : offset + tokens] = [vision.image_token_id] * tokens
         ids[offset + tokens] = vision.vision_end_id
         return Request(
-            request.request_id, ids, request.sampling, images=(ImageSpan(offset, tokens, image),)
+            request.request_id,
+            Generate(ids, request.task.sampling, images=(ImageSpan(offset, tokens, image),)),
         )
 
     def _image(self, rows: int, columns: int) -> ImageInput:

@@ -8,14 +8,8 @@ from pathlib import Path
 
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.images import ImageSpan
-from tokenmill.core.types import (
-    Engine,
-    GrammarVocab,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
+from tokenmill.core.requests import Engine, Generate, Request, RequestOutput
+from tokenmill.core.types import GrammarVocab, SamplingParams, TokenLogprobs
 from tokenmill.engine.build import BuiltEngine, build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.kernels import cpu_kernels
@@ -125,7 +119,7 @@ def complete(
     answers = {str(i): Answer() for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
         own = images[i] if images else ()
-        engine.submit(Request(str(i), list(prompt), params[i], arrival_ns=i, images=own))
+        engine.submit(Request(str(i), Generate(list(prompt), params[i], images=own), arrival_ns=i))
     steps = 0
     while engine.has_work():
         for output in engine.step():

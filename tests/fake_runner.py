@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
-from tokenmill.core.types import FinishReason, Request, StepResult, TokenLogprobs
+from tokenmill.core.requests import Request
+from tokenmill.core.types import FinishReason, StepResult, TokenLogprobs
 from tokenmill.sched.sequence import PENDING, Batch, Sequence
 
 VOCAB = 11
@@ -29,10 +30,10 @@ def next_token(digest: int) -> int:
 
 def expected(request: Request, max_model_len: int, pool_tokens: int) -> tuple[list[int], object]:
     """Tokens and (finish, stop) reason of a request that runs undisturbed."""
-    ids, p = list(request.prompt_token_ids), request.sampling
+    ids, p = list(request.task.prompt_token_ids), request.task.sampling
     num_output = 0
     while True:
-        token = next_token(digests(ids, request.cache_salt)[-1])
+        token = next_token(digests(ids, request.task.cache_salt)[-1])
         ids.append(token)
         num_output += 1
         out = ids[-num_output:]
@@ -64,7 +65,7 @@ class Row:
 
     def values(self, group: int = 0) -> list[int]:
         """What a group of layers writes."""
-        return [digest + group for digest in digests(self.token_ids, self.request.cache_salt)]
+        return [digest + group for digest in digests(self.token_ids, self.request.task.cache_salt)]
 
 
 @dataclass
@@ -117,7 +118,7 @@ class FakeRunner:
         result = launched.wait()
         assert not launched.lost, "wrong blocks are read"
         for index, (seq, num_new) in enumerate(batch.items):
-            if seq.request.sampling.prompt_logprobs is not None:
+            if seq.request.task.sampling.prompt_logprobs is not None:
                 result.prompt_logprobs[index] = self._prompt_logprobs(seq, num_new)
         return result
 
@@ -179,7 +180,7 @@ class FakeRunner:
         result = StepResult(tokens)
         if self.max_drafts:
             result.draft_ids = [self._guess(row, t) for row, t in zip(rows, tokens, strict=True)]
-        if any(row.request.sampling.logprobs is not None for row in rows):
+        if any(row.request.task.sampling.logprobs is not None for row in rows):
             result.logprobs = [[TokenLogprobs([t], [-float(t)], 1) for t in ts] for ts in tokens]
         return result
 
@@ -236,11 +237,11 @@ class FakeRunner:
         del ids[len(ids) - row.num_drafts :]
         num_known = len(ids)
         for _ in range(self.tokens_per_step):
-            ids.append(next_token(digests(ids, row.request.cache_salt)[-1]))
+            ids.append(next_token(digests(ids, row.request.task.cache_salt)[-1]))
         for draft in drafts:
             if ids[-1] != draft:
                 break
-            ids.append(next_token(digests(ids, row.request.cache_salt)[-1]))
+            ids.append(next_token(digests(ids, row.request.task.cache_salt)[-1]))
         self.newest[row.slot] = request_id, ids[-1]
         return ids[num_known:]
 
@@ -249,7 +250,7 @@ class FakeRunner:
         ids = row.token_ids[: len(row.token_ids) - row.num_drafts] + tokens
         drafts: list[int] = []
         for _ in range(self.random.randint(0, self.max_drafts) if tokens else 0):
-            right = next_token(digests(ids + drafts, row.request.cache_salt)[-1])
+            right = next_token(digests(ids + drafts, row.request.task.cache_salt)[-1])
             drafts.append(right if self.random.random() < 0.7 else self.random.randrange(VOCAB))
         return drafts
 

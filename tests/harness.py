@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmill.core.images import ImageSpan
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.models import family_of
@@ -36,7 +37,7 @@ class Harness:
         self, token_ids: list[int], chunks: list[int], images: tuple[ImageSpan, ...] = ()
     ) -> torch.Tensor:
         """Logits after every token, computed chunk by chunk over scattered blocks."""
-        request = Request("r", token_ids, SamplingParams(), images=images)
+        request = Request("r", Generate(token_ids, SamplingParams(), images=images))
         seq = Sequence(request, (0, 0, 0), 256, frozenset())
         seq.block_ids = [11, 3, 7, 0, 15, 8, 2]
         seq.slot = 3

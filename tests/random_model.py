@@ -7,7 +7,8 @@ import zlib
 import numpy as np
 import torch
 
-from tokenmill.core.types import GrammarVocab, Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import GrammarVocab, SamplingParams, StepResult
 from tokenmill.engine.sampling.sampler import Sampler, grammar_masks
 from tokenmill.sched.scheduler import Batch, Sequence
 
@@ -98,7 +99,7 @@ def sequence(
     **sampling: object,
 ) -> Sequence:
     """A sequence that has generated `output` after `prompt`."""
-    request = Request("r", prompt or [5], SamplingParams(**sampling))  # type: ignore[arg-type]
+    request = Request("r", Generate(prompt or [5], SamplingParams(**sampling)))  # type: ignore[arg-type]
     seq = Sequence(request, (0, 0, 0), 10**6, stop_ids)
     seq.token_ids += output or []
     return seq

@@ -62,8 +62,10 @@ def constrained_rows(count: int, source: random.Random) -> list[Sequence]:
     rows = random_rows(count, source)
     for seq in rows:
         if source.random() < 0.67:
-            sampling = replace(seq.request.sampling, structured=StructuredOutput("json_object"))
-            seq.request = replace(seq.request, sampling=sampling)
+            sampling = replace(
+                seq.request.task.sampling, structured=StructuredOutput("json_object")
+            )
+            seq.request = seq.request.with_task(sampling=sampling)
             most = source.choice((1, 3, 60, VOCAB))
             state_of(seq).mask = mask_of(source.sample(range(VOCAB), source.randint(1, most)))
     return rows

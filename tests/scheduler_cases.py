@@ -7,32 +7,37 @@ from typing import Any
 from fake_runner import EOS
 from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import (
-    Request,
-    SamplingParams,
-    StepResult,
-)
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
 
 GO_ON = SamplingParams(max_tokens=None, ignore_eos=True)
+
+ENVELOPE = {"priority", "arrival_ns", "deadline_ns", "account"}
 
 
 def make(num_blocks: int = 64, block_size: int = 4, cache: bool = True, **config: Any) -> Scheduler:
     return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, block_size, cache), EOS)
 
 
+def asked(name: str, prompt: list[int], sampling: SamplingParams, **fields: Any) -> Request:
+    """A request with these fields of its own and of its task."""
+    own = {key: fields.pop(key) for key in ENVELOPE & fields.keys()}
+    return Request(name, Generate(prompt, sampling, **fields), **own)
+
+
 def request(
     name: str, prompt: list[int] | int, sampling: SamplingParams = GO_ON, **fields: Any
 ) -> Request:
     tokens = [1] * prompt if isinstance(prompt, int) else prompt
-    return Request(name, tokens, sampling, **fields)
+    return asked(name, tokens, sampling, **fields)
 
 
 def distinct(name: str, length: int, sampling: SamplingParams = GO_ON, **fields: Any) -> Request:
     """A prompt that shares nothing with others."""
     start = sum(name.encode()) * 1000
-    return Request(name, list(range(start, start + length)), sampling, **fields)
+    return asked(name, list(range(start, start + length)), sampling, **fields)
 
 
 def sampled(batch: Batch, token: int = 5) -> StepResult:

@@ -103,7 +103,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         *("proxy/proxy_metrics", "bench/client/scrape"),
     ),
     "msgspec": (
-        *("api/", "workers/", "proxy/", "bench/", "demo"),
+        *("api/", "core/requests", "core/tasks", "workers/", "proxy/", "bench/", "demo"),
         *("engine_events/wire", "engine/ranks/"),
     ),
     "httptools": ("http_connection", "api/connection"),

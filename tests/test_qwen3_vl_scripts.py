@@ -20,7 +20,7 @@ from qwen3_vl_peer import (
 from qwen3_vl_requests import Work
 from tokenizers import Tokenizer
 
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
 from tokenmill.models import spec_of
 
 ONE = torch.ones(1, 3)
@@ -32,11 +32,11 @@ def test_the_peer_gets_the_same_requests() -> None:
     work = Work(spec.vision, spec.vocab_size)
     for index in range(3):
         request = work.sample()
-        (span,) = request.images
+        (span,) = request.task.images
         prompt = prompt_of(request, index)
         ids, image = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
         assert ids.count(SPECIAL["<|image_pad|>"]) == 1
-        assert len(ids) == len(request.prompt_token_ids) - span.num_tokens + 1
+        assert len(ids) == len(request.task.prompt_token_ids) - span.num_tokens + 1
         assert (image.width // 32) * (image.height // 32) == span.num_tokens
 
 
@@ -63,7 +63,7 @@ def test_a_processed_image_is_that_of_others_of_its_size() -> None:
     work, by_grid = Work(spec.vision, spec.vocab_size), dict[object, list[Request]]()
     while max(map(len, by_grid.values()), default=0) < 2:
         request = work.sample()
-        by_grid.setdefault(request.images[0].image.grid, []).append(request)
+        by_grid.setdefault(request.task.images[0].image.grid, []).append(request)
     first, second = max(by_grid.values(), key=len)
     (span,), (other,) = first.images, second.images
     item = UserDict(pixel_values=Elem(torch.zeros(8, 4), "flat"), image_grid_thw=Elem(ONE, "grid"))

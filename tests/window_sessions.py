@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
-from tokenmill.core.types import Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Batch
@@ -91,7 +92,7 @@ class Sessions:
         """Ask with what was said so far, and add the answer and the next message to it."""
         scheduler, sampling = self.scheduler, SamplingParams(max_tokens=self.load.answer_tokens)
         self._num_turns += 1
-        scheduler.add(Request(f"turn-{self._num_turns}", list(history), sampling))
+        scheduler.add(Request(f"turn-{self._num_turns}", Generate(list(history), sampling)))
         num_cached = 0
         while scheduler.has_work():
             batch = scheduler.schedule(0)

@@ -22,11 +22,10 @@ from tokenmill.core.config import (
     Setup,
 )
 from tokenmill.core.images import ImageSpan
+from tokenmill.core.requests import Generate, Request, RequestOutput
 from tokenmill.core.types import (
     FinishReason,
     InvalidRequestError,
-    Request,
-    RequestOutput,
     SamplingParams,
     TokenLogprobs,
     TokenmillError,
@@ -301,7 +300,12 @@ class LLM:
             owner.outputs.append(completion)
             self._streams[request_id] = _Stream(owner, completion, detokenizer)
             now = time.monotonic_ns()
-            request = Request(request_id, token_ids, single, priority, now, images=images)
+            request: Request = Request(
+                request_id,
+                Generate(token_ids, single, images=images),
+                priority=priority,
+                arrival_ns=now,
+            )
             self.engine.submit(request)
         return owner
 

@@ -12,10 +12,12 @@ import random
 import time
 from pathlib import Path
 
-from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
-from tokenmill.core.video import Video
-from tokenmill.workers.jobs import video_worker
-from tokenmill.workers.jobs.job_worker import run_job_worker
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.tasks import TaskProgress, VideoFrames
+from tokenmill.core.types import EngineStats, FinishReason
+from tokenmill.video import video_task_engine
+from tokenmill.workers.messages import ModelFacts
+from tokenmill.workers.worker_process import run_worker
 
 STEP_S = 0.002
 
@@ -36,23 +38,23 @@ class SeededVideos:
         return bool(self.jobs)
 
     def step(self) -> list[RequestOutput]:
+        if not self.jobs:
+            return []
         time.sleep(STEP_S)
         request, done = self.jobs.pop(0)
-        params = request.video
-        assert params is not None
+        params = request.task.params
         if done < params.num_steps or not (self.may_end / str(params.seed)).exists():
             done = min(done + 1, params.num_steps)
             self.jobs.insert(0, (request, done))
             share = done / (params.num_steps + 1)
-            return [RequestOutput(request.request_id, [], progress=share)]
+            return [RequestOutput(request.request_id, [], delta=TaskProgress(share))]
         data = random.Random(params.seed).randbytes(64)
         return [
             RequestOutput(
                 request.request_id,
                 [],
                 finish_reason=FinishReason.STOP,
-                progress=1.0,
-                video=Video(*params.size, params.fps, params.num_frames, data),
+                delta=VideoFrames(*params.size, params.fps, params.num_frames, data),
             )
         ]
 
@@ -65,9 +67,9 @@ if __name__ == "__main__":
     parser.add_argument("--address", required=True)
     parser.add_argument("--may-end", type=Path, required=True)
     given = parser.parse_args()
-    video_worker.PICTURE_S = 0.0
+    video_task_engine.PICTURE_S = 0.0
     videos, process_id = SeededVideos(given.may_end), str(os.getpid()).encode()
-    engine = video_worker.VideoWorker(
+    engine = video_task_engine.VideoTaskEngine(
         videos, lambda v: v.data, lambda v: b"png", lambda: process_id
     )
-    run_job_worker(engine, given.address, {})
+    run_worker(engine, given.address, ModelFacts())

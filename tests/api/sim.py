@@ -24,8 +24,9 @@ from tokenizers.models import BPE
 
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig, ServerConfig
 from tokenmill.core.images import VisionConfig
+from tokenmill.core.requests import Request
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.core.types import Request, StepResult
+from tokenmill.core.types import StepResult
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.sampling.sampler import forced_token, state_of
@@ -153,7 +154,7 @@ class ScriptRunner(SimRunner):
         return [next(t for t in candidates if mask is None or mask[t // 32] >> t % 32 & 1)]
 
     def _script(self, request: Request) -> list[int]:
-        prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        prompt = self._tokenizer.decode(request.task.prompt_token_ids, skip_special_tokens=False)
         match = SCRIPT.match(prompt)  # search() would try anew from each character
         verb, argument = match.groups() if match else ("", "")
         if verb == "say":

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from light_processes import LightProcess
-from tokenmill.core.types import RequestOutput
+from tokenmill.core.requests import RequestOutput
 from tokenmill.workers.output_stream import OutputStream
 
 GENEROUS_S = 180.0

@@ -16,7 +16,7 @@ import pytest
 from api.sim import MODEL
 from api.sim_server import GENEROUS_S, KIND, SimServer, sim_server, wait_until
 from api.video_app import in_loop, video_app
-from tokenmill.api.access import Calls, Place, read_bytes
+from tokenmill.api.access import CallPlace, Calls, read_bytes
 from tokenmill.api.bodies import body_memory
 from tokenmill.api.bodies.body_memory import FREE_BYTES
 from tokenmill.api.bodies.body_processes import BodyProcesses
@@ -27,6 +27,7 @@ from tokenmill.api.ranking.rank_routes import make_rank_service
 from tokenmill.core.config import ServerConfig
 from tokenmill.vision.addresses import AllowedHosts
 from tokenmill.vision.fetching import fetch
+from tokenmill.workers.messages import ModelFacts
 
 MIB = 2**20
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "say: hi"}], "max_tokens": 4}
@@ -108,7 +109,7 @@ def parts_of(*parts: bytes | float) -> Callable[[], Awaitable[dict[str, Any]]]:
     return receive
 
 
-def read(place: Place, *parts: bytes | float, declared: str = "") -> Awaitable[bytes]:
+def read(place: CallPlace, *parts: bytes | float, declared: str = "") -> Awaitable[bytes]:
     return read_bytes(parts_of(*parts), declared, MIB, place.body)
 
 
@@ -375,8 +376,8 @@ async def test_calls_for_videos_count_from_their_heads_on(path: str, tmp_path: P
 
 @in_loop
 async def test_calls_for_ranks_count_from_their_heads_on() -> None:
-    facts = {"max_seq_len": 8, "scaling_seqlen": "fixed"}
+    facts = ModelFacts(about={"max_seq_len": 8, "scaling_seqlen": "fixed"})
     pool: Any = SimpleNamespace(facts=facts, ready=True, drain=None, fail_open=None)
     keys = Keys.of(ServerConfig(**KEYS), "token", b"salt")
-    service = await make_rank_service("m", keys, pool)
+    service = await make_rank_service("m", 9, keys, pool)
     await check_counting(service.app, "/v1/rank")

@@ -24,7 +24,8 @@ from tokenmill.api.errors import of_output
 from tokenmill.api.keys import Keys
 from tokenmill.api.server import bind, listening, serve
 from tokenmill.core.config import PoolConfig, SchedulerConfig, ServerConfig
-from tokenmill.core.types import End, FinishReason, TokenmillError
+from tokenmill.core.requests import End
+from tokenmill.core.types import FinishReason, TokenmillError
 
 USER = [{"role": "user", "content": "count: 400"}]
 
@@ -237,7 +238,8 @@ START = """
 import sys
 from api.sim import MODEL, make_tokenizer
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.types import End, FinishReason, TokenmillError
+from tokenmill.core.requests import End
+from tokenmill.core.types import FinishReason, TokenmillError
 from tokenmill.api.server import serve
 try:
     argv = [sys.executable, "-c", "raise SystemExit(3)"]

@@ -111,7 +111,7 @@ def essence(result: Any) -> Any:
         return result
     job, form = result.job, getattr(result, "form", None)
     (request,) = job.requests
-    prompt = job.prompts[0].text, request.prompt_token_ids, request.sampling
+    prompt = job.prompts[0].text, request.task.prompt_token_ids, request.task.sampling
     return (*prompt, list(job.hash_inputs[0]), type(form), getattr(result, "streams", None))
 
 
@@ -234,11 +234,12 @@ def test_processes_end_with_a_server_that_cannot_listen(
         raise OSError("taken")
 
     listener: Any = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1), listen=listen)
-    nothing: Any = SimpleNamespace(tls=None, config=ServerConfig())
-    api = SimpleNamespace(metrics=None, keys=nothing, config=nothing.config)
+    nothing: Any = SimpleNamespace(tls=None, config=ServerConfig(), drain=None)
+    api = SimpleNamespace(metrics=None, keys=nothing, config=nothing.config, calls=None)
     bodies = make_bodies(folder)
     app: Any = SimpleNamespace(state=SimpleNamespace(api=api, bodies=bodies))
-    work = server.answer_calls(nothing, app, listener, nothing, nothing, lambda url: None)
+    service = server.text_service(nothing, app)
+    work = server.answer_calls(service, listener, nothing, nothing, lambda url: None)
     with pytest.raises(ServerError, match="taken"):
         asyncio.run(work)
     assert bodies.processes.is_closed

@@ -12,7 +12,7 @@ import pytest
 from tokenmill.api.keys import Keys, open_keys
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.keys.run_folder import find_own_server
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 
 KEYED = ServerConfig(api_keys=("a", "b"))
 URL = "http://127.0.0.1:8000"
@@ -25,9 +25,9 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_accounts_share_no_cached_prefix_unless_they_are_to() -> None:
-    requests = [Request("r", [1, 2]), Request("s", [1], cache_salt="own")]
+    requests = [Request("r", Generate([1, 2])), Request("s", Generate([1], cache_salt="own"))]
     salts = [
-        [r.cache_salt for r in Keys.of(KEYED, "t", b"s").salted(requests, who)]
+        [r.task.cache_salt for r in Keys.of(KEYED, "t", b"s").salted(requests, who)]
         for who in ("x", "y")
     ]
     assert salts == [["x\0", "x\0own"], ["y\0", "y\0own"]]

@@ -29,7 +29,8 @@ from tokenmill.api.responses.response_object import ResponseObject
 from tokenmill.api.responses.response_request import ReasoningConfig, TextConfig
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.config import SchedulerConfig, ServerConfig
-from tokenmill.core.types import InvalidRequestError, Request, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import InvalidRequestError, StepResult
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.sampling.grammar_pool import GrammarPool
 from tokenmill.engine.sampling.sampler import Sampler, grammar_masks
@@ -112,7 +113,8 @@ def outputs_of(job: PreparedCall, harmony: bool | None, script: str, known: list
     (request,) = job.requests
     engine.submit(
         Request(
-            request.request_id, request.prompt_token_ids, request.sampling, output_token_ids=known
+            request.request_id,
+            Generate(request.task.prompt_token_ids, request.task.sampling, output_token_ids=known),
         )
     )
     outputs = []
@@ -255,7 +257,7 @@ def test_a_think_tag_model_answers_or_calls_after_its_reasoning(streams: bool) -
 def test_constraints_reach_a_worker_as_they_are() -> None:
     for fields in ({"response_format": FORMAT}, {"tools": TOOLS, "tool_choice": "required"}):
         (request,) = job_of(True, **fields).requests
-        assert request.sampling.structured is not None
+        assert request.task.sampling.structured is not None
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
 
 
@@ -325,7 +327,7 @@ def test_the_ends_of_harmony_end_a_sequence() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     call = decode_call(json.dumps(body).encode(), ChatCompletionRequest)
     job = asyncio.run(preparer.chat(call))
-    ends = {bare.eos_token_ids[0], *job.requests[0].sampling.stop_token_ids}
+    ends = {bare.eos_token_ids[0], *job.requests[0].task.sampling.stop_token_ids}
     assert ends == {known.token_to_id("<|return|>"), known.token_to_id("<|call|>")}
 
 
@@ -405,8 +407,10 @@ def budget_in(
     call = decode_call(json.dumps(body).encode(), ChatCompletionRequest)
     job = asyncio.run(preparer_of(harmony, **(config or {})).chat(call))
     (request,) = job.requests
-    assert (request.sampling.reasoning is None) == (request.sampling.thinking_token_budget is None)
-    return request.sampling.thinking_token_budget
+    assert (request.task.sampling.reasoning is None) == (
+        request.task.sampling.thinking_token_budget is None
+    )
+    return request.task.sampling.thinking_token_budget
 
 
 def test_where_a_budget_comes_from() -> None:
@@ -442,5 +446,5 @@ def test_a_budget_where_nothing_reasons_is_told_once(caplog: pytest.LogCaptureFi
     call = decode_call(json.dumps(body).encode(), ChatCompletionRequest)
     for _ in range(2):
         (request,) = asyncio.run(preparer.chat(call)).requests
-        assert request.sampling.thinking_token_budget is None
+        assert request.task.sampling.thinking_token_budget is None
     assert caplog.text.count("thinking_token_budget") == 1

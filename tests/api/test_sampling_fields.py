@@ -53,13 +53,13 @@ def test_a_call_sets_it(name: str) -> None:
     tokenizer = make_tokenizer()
     facts = ModelFacts(64, tokenizer.vocab_size, 8, 16, "none")
     job = asyncio.run(Preparer(tokenizer, lambda: facts, ServerConfig()).completion(call))
-    found = getattr(job.requests[0].sampling, name)
+    found = getattr(job.requests[0].task.sampling, name)
     found = asdict(found) if is_dataclass(found) else found
     assert found == (tuple(value) if isinstance(value, list) else value)
     again = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(job.requests[0].sampling), type=SamplingParams
+        msgspec.msgpack.encode(job.requests[0].task.sampling), type=SamplingParams
     )
-    assert again == job.requests[0].sampling
+    assert again == job.requests[0].task.sampling
 
 
 @pytest.mark.parametrize(

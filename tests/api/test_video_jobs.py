@@ -17,7 +17,8 @@ from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
 from tokenmill.api.videos.video_record import VideoRecord, new_record
 from tokenmill.api.videos.video_store import VideoStore
-from tokenmill.core.jobs.job_engine import JobOutput
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.types import FinishReason
 from tokenmill.core.video import VideoParams
 
 PARAMS = VideoParams(size=(32, 16), num_frames=5, negative_token_ids=(1, 2))
@@ -70,9 +71,10 @@ async def test_a_job_whose_end_cannot_be_kept_keeps_nobody_waiting(
 ) -> None:
     with opened(tmp_path) as (jobs, pool):
         odd, lost = await created(jobs, 2)
-        pool.open.pop(odd.id)(JobOutput(odd.id, "done", b"of another version"))
+        end = RequestOutput(odd.id, [], finish_reason=FinishReason.STOP)
+        pool.open.pop(odd.id).put(0, end)  # without a video
         failed = await ended(jobs, odd)
-        assert failed.error is not None and "cannot be read" in failed.error.message
+        assert failed.error is not None and "the job ended: stop" in failed.error.message
 
         async def fault(*_: object) -> None:
             raise RuntimeError("a fault")

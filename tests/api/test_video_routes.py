@@ -23,7 +23,6 @@ from tokenmill.api.videos.video_request import VideoPreparer, VideoRequest
 from tokenmill.api.videos.video_routes import _VideoFile
 from tokenmill.api.videos.video_server import create_app
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.specs.wan import TINY
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.core.video import VideoParams, VideoServerConfig
@@ -156,8 +155,7 @@ async def test_a_latent_lies_in_the_folder_that_the_server_names(tmp_path: Path)
     async with video_app(tmp_path / "videos", latent_dir=str(latents)) as app:
         for path in ("fixed.pt", str(latents / "fixed.pt")):
             await app.create(latent_path=path)
-        video = app.pool.requests[0].video
-        assert video is not None and video.latent == str(latents / "fixed.pt")
+        assert app.pool.requests[0].task.params.latent == str(latents / "fixed.pt")
         (latents / "ring.pt").symlink_to(latents / "ring.pt")
         outside = ("../secret.pt", "link.pt", str(tmp_path / "secret.pt"), "none.pt", ".")
         for path in (*outside, "ring.pt", "a\0b", "a" * 300, "a/" * 5000):
@@ -407,7 +405,7 @@ async def test_the_progress_of_a_job_whose_worker_died_begins_anew(tmp_path: Pat
     async with video_app(tmp_path) as app:
         name = await app.create()
         app.pool.step(name, 0.6, b"noise")
-        app.pool.open[name](JobOutput(name, "restarted"))
+        app.pool.restart(name)
         made = await app.get(name)
         assert (made["status"], made["progress"], made["steps_done"]) == ("in_progress", 0, 0)
         path = f"/v1/videos/{name}/content?variant=thumbnail"

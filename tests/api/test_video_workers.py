@@ -14,7 +14,7 @@ from pathlib import Path
 from api.video_app import TOKEN, WAIT_S, VideoApp, in_loop, video_app
 from tokenmill.__main__ import run
 from tokenmill.core.config import PoolConfig
-from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.workers.pool import WorkerPool
 
 WORKER = [sys.executable, str(Path(__file__).with_name("seeded_videos.py"))]
 
@@ -29,7 +29,7 @@ async def served(folder: Path, workers: int) -> AsyncIterator[VideoApp]:
         return await asyncio.create_subprocess_exec(*argv, stderr=null)
 
     config = PoolConfig(workers=workers, backoff_s=0.01, heartbeat_s=60.0)
-    pool = JobPool(spawn, config, max_per_worker=1)
+    pool = WorkerPool(spawn, config, max_per_worker=1)
     await pool.start()
     try:
         async with video_app(folder / "videos", pool=pool) as app:

@@ -21,18 +21,19 @@ from tokenmill.api.videos.video_routes import VideoState
 from tokenmill.api.videos.video_server import create_app, resume, running, video_state
 from tokenmill.api.videos.video_store import VideoStore
 from tokenmill.core.config import ServerConfig
-from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.keys.run_folder import key_salt
+from tokenmill.core.requests import Request, RequestOutput
 from tokenmill.core.specs.wan import TINY
-from tokenmill.core.types import Request
+from tokenmill.core.tasks import TaskProgress, VideoFile
+from tokenmill.core.types import FinishReason
 from tokenmill.core.video import VideoServerConfig
-from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult
+from tokenmill.workers.messages import ModelFacts
+from tokenmill.workers.output_stream import OutputStream
 
 MODEL = "wan-tiny"
 TOKEN = "control"  # the control token
 WAIT_S = 120.0  # at most, for what takes milliseconds on an idle machine
 SMALL = {"prompt": "a red fox", "size": "32x16", "num_frames": 5, "num_inference_steps": 4}
-_decode = msgspec.msgpack.Decoder(Request).decode
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -50,7 +51,9 @@ class FakePool:
 
     def __init__(self, num_ready: int = 1) -> None:
         self.num_ready, self.num_restarts, self.num_migrations = num_ready, 0, 0
-        self.open: dict[str, Callable[[JobOutput], None]] = {}
+        self.open: dict[str, OutputStream] = {}
+        self.slots: dict[str, Any] = {}
+        self.open_requests: dict[str, Any] = {}
         self.leaving: set[str] = set()  # jobs at workers that drain
         self.requests: list[Request] = []  # in the order in which they came
         self.aborted: list[str] = []
@@ -68,37 +71,41 @@ class FakePool:
     def ready(self) -> bool:
         return self.num_ready > 0
 
-    def view(self) -> list[Any]:
-        return []
+    @property
+    def facts(self) -> Any:
+        return ModelFacts()
 
-    def submit(
-        self,
-        job_id: str,
-        payload: bytes,
-        on_output: Callable[[JobOutput], None],
-        deadline_s: float | None = None,
-    ) -> None:
-        if job_id in self.open:
-            raise ValueError(f"job_id: {job_id!r} is open already")
-        self.requests.append(_decode(payload))
-        self.open[job_id] = on_output
+    def submit(self, requests: list[Request]) -> OutputStream:
+        (request,) = requests
+        assert request.request_id not in self.open
+        self.requests.append(request)
+        stream = self.open[request.request_id] = OutputStream([request.request_id])
+        return stream
 
-    def abort(self, job_id: str) -> None:
-        if job_id in self.open:
-            self.aborted.append(job_id)
-            self.fail(job_id, "aborted")
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if self.open.pop(request_id, None) is not None:
+                self.aborted.append(request_id)
 
     def step(self, job_id: str, progress: float, picture: bytes = b"") -> None:
-        told = VideoProgress(progress, 0.5, True, picture)
-        self.open[job_id](JobOutput(job_id, "progress", msgspec.msgpack.encode(told)))
+        self._put(job_id, delta=TaskProgress(progress, 0.5, True, picture))
+
+    def restart(self, job_id: str) -> None:
+        self._put(job_id, delta=TaskProgress(0.0))
 
     def done(self, job_id: str, video: bytes = b"mp4") -> None:
-        made = VideoResult(video, self.picture, {"denoise": 2.0})
-        self.open.pop(job_id)(JobOutput(job_id, "done", msgspec.msgpack.encode(made)))
+        made = VideoFile(video, self.picture, {"denoise": 2.0})
+        self._put(job_id, delta=made, finish_reason=FinishReason.STOP)
 
     def fail(self, job_id: str, kind: str, error: str = "") -> None:
-        told = JobOutput(job_id, "failed", b"", error or f"it is {kind}", kind)
-        self.open.pop(job_id)(told)
+        why = error or f"it is {kind}"
+        self._put(job_id, finish_reason=FinishReason.ERROR, stop_reason=kind, error=why)
+
+    def _put(self, job_id: str, **fields: Any) -> None:
+        output = RequestOutput(job_id, [], **fields)
+        (self.open[job_id] if output.finish_reason is None else self.open.pop(job_id)).put(
+            0, output
+        )
 
 
 class VideoApp:

@@ -12,14 +12,15 @@ import torch
 from tokenmill.__main__ import run
 from tokenmill.bench.commands.video import _params, figures, least_seconds
 from tokenmill.bench.roofline import PeakRates
+from tokenmill.core.requests import Request
 from tokenmill.core.specs.wan import A14B
-from tokenmill.core.types import Request
+from tokenmill.core.tasks import Video
 from tokenmill.core.video import VideoParams
 from tokenmill.models.wan.wan_vae import LatentTiles, VideoDecoder
 
 TINY = ("--random-weights", "--model", "wan-tiny", "--size", "32x16", "--frames", "5")
 FAST = PeakRates(gemm_flops={"bf16": 1e15, "fp8": 2e15}, read_bytes_per_s=1e13, num_threads=1)
-JOB = Request("a", [1] * 512, video=VideoParams(negative_token_ids=(1,) * 512))
+JOB = Request("a", Video([1] * 512, VideoParams(negative_token_ids=(1,) * 512)))
 
 
 def test_the_flops_of_a_video_of_mlperf() -> None:
@@ -41,7 +42,7 @@ def test_the_least_time_counts_each_part_at_its_own_rate() -> None:
     faster = least_seconds(A14B, JOB, "fp8", FAST)
     assert least["denoise"] - faster["denoise"] == pytest.approx(0.5 * 40 * 1.8075, rel=1e-3)
     for rounding, share in (("int8", 0.75), ("int8-fp8", 0.5), ("fp8", 0.5)):
-        job = Request("a", [1] * 512, video=replace(_params(JOB), attention_dtype=rounding))
+        job = Request("a", Video([1] * 512, replace(_params(JOB), attention_dtype=rounding)))
         rounded = least_seconds(A14B, job, "fp8", FAST)["denoise"]
         linears = 0.5 * 40 * 1.8075
         assert rounded == pytest.approx(linears + share * (faster["denoise"] - linears), rel=1e-3)

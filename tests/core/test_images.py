@@ -3,7 +3,7 @@
 import random
 
 from tokenmill.core.images import ImageInput, ImageSpan, content_ids
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 from tokenmill.workers.messages import Submit, decode_to_worker, encode
 
 PAD = 9
@@ -45,6 +45,6 @@ def test_a_part_of_a_prompt_has_the_ids_of_the_whole() -> None:
 
 
 def test_images_reach_a_worker_as_they_were() -> None:
-    request = Request("a", [PAD] * 6, images=(span(0, 3),))
+    request = Request("a", Generate([PAD] * 6, images=(span(0, 3),)))
     received = decode_to_worker(encode(Submit([request])))
     assert isinstance(received, Submit) and received.requests == [request]

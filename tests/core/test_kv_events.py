@@ -21,10 +21,11 @@ from tokenmill.core.kv_events import (
     pack_events,
     unpack_events,
 )
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.routing.kv_index import KVIndex
 from tokenmill.sched.cache.blocks import BlockPool, block_hashes, chain_seed
-from tokenmill.workers.messages import KVEvents, decode_from_worker, encode
+from tokenmill.workers.messages import BlockEvents, decode_from_worker, encode
 
 
 def test_events_of_a_pool() -> None:
@@ -47,7 +48,7 @@ def test_stored_events_name_their_parents() -> None:
     scheduler = make()
     journal = scheduler.pool.record_events()
     prompt = list(range(10))
-    scheduler.add(Request("a", prompt, SamplingParams(max_tokens=4)))
+    scheduler.add(Request("a", Generate(prompt, SamplingParams(max_tokens=4))))
     batch = scheduler.schedule(0)
     assert journal.take() == [Stored(chain_seed(), block_hashes(prompt, 4))]
     scheduler.update(batch, sampled(batch))
@@ -75,7 +76,7 @@ def test_index_equals_pool(seed: int, lossy: bool) -> None:
         if rng.random() < 0.5:
             prompt = [rng.randint(1, 2)] * rng.randint(1, 9) + [turn] * rng.randint(0, 9)
             sampling = SamplingParams(max_tokens=rng.randint(1, 9), ignore_eos=True)
-            scheduler.add(Request(str(turn), prompt, sampling))
+            scheduler.add(Request(str(turn), Generate(prompt, sampling)))
         if rng.random() < 0.1:
             scheduler.abort(str(rng.randint(0, turn)))
         batch = scheduler.schedule(turn)
@@ -100,7 +101,7 @@ def test_runs_of_this_test_do_preempt_and_evict() -> None:
     publisher = EventPublisher(scheduler.pool.record_events())
     for name in range(4):
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-        scheduler.add(Request(str(name), [name] * 8, sampling))
+        scheduler.add(Request(str(name), Generate([name] * 8, sampling)))
     removed = 0
     while scheduler.has_work():
         batch = scheduler.schedule(0)
@@ -116,5 +117,5 @@ def test_events_are_the_same_over_both_wires() -> None:
     events: list[Event] = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([1]), Cleared()]
     packed = pack_events(events)
     assert unpack_events(json.loads(json.dumps(packed))) == events
-    sent = decode_from_worker(encode(KVEvents.of(EventBatch(7, events))))
-    assert isinstance(sent, KVEvents) and sent.batch() == EventBatch(7, events)
+    sent = decode_from_worker(encode(BlockEvents.of(EventBatch(7, events))))
+    assert isinstance(sent, BlockEvents) and sent.batch() == EventBatch(7, events)

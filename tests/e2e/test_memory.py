@@ -10,7 +10,8 @@ import pytest
 SCRIPT = """
 import json, random, sys
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 
@@ -22,7 +23,8 @@ built = build_engine(
 source, most_used = random.Random(0), 0
 for i in range(built.num_blocks // 14):  # 15 blocks each
     prompt = [source.randrange(built.spec.vocab_size) for _ in range(200)]
-    built.engine.submit(Request(str(i), prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    built.engine.submit(Request(str(i), Generate(prompt, sampling)))
 while built.engine.has_work():
     built.engine.step()
     most_used = max(most_used, built.engine.stats().num_kv_blocks_used)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,8 @@ from scheduler_integrity import check_scheduler
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.kv import PREFILLED, KVNotice
-from tokenmill.core.types import FinishReason, GrammarVocab, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, GrammarVocab, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.engine import LanguageEngine
@@ -93,16 +93,18 @@ class WorkerPool:
     ) -> list[Answer]:
         """Run prompts through both engines; each answer has one terminal output."""
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        requests = {
+        requests: dict[str, Request] = {
             str(i): Request(
-                str(i), list(prompt), params[i], arrival_ns=i, images=images[i] if images else ()
+                str(i),
+                Generate(list(prompt), params[i], images=images[i] if images else ()),
+                arrival_ns=i,
             )
             for i, prompt in enumerate(prompts)
         }
         answers = {request_id: Answer() for request_id in requests}
         sent: set[str] = set()
         for request in requests.values():
-            self.prefill.submit(replace(request, hold_kv_s=30.0))
+            self.prefill.submit(request.with_task(hold_kv_s=30.0))
         give_up = time.monotonic() + DEADLINE_S
         while any(not answer.terminals for answer in answers.values()):
             assert time.monotonic() < give_up, "the pool hangs"
@@ -128,7 +130,7 @@ class WorkerPool:
         self.num_early += notice.token_id is None
         if request.request_id not in sent:
             sent.add(request.request_id)
-            self.decode.submit(replace(request, kv_from=self.engine_id))
+            self.decode.submit(request.with_task(kv_from=self.engine_id))
         kv_of(self.decode).notice(notice)
 
     def settle(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 from tokenmill.engine.graphs.decode_graphs import CapturedDecode, Decoded, DecodeGraphs
 from tokenmill.engine.inputs import InputBuilder
 from tokenmill.sched.sequence import Sequence
@@ -22,7 +22,7 @@ class Replayed:
 
 
 def sequence(slot: int, context: int) -> Sequence:
-    request = Request(str(slot), [*range(context), 40 + slot])
+    request = Request(str(slot), Generate([*range(context), 40 + slot]))
     seq = Sequence(request, (0, 0, slot), context + 8, frozenset())
     seq.slot, seq.num_computed_tokens = slot, context
     return seq

@@ -85,8 +85,8 @@ def test_a_spent_budget_of_reasoning_forces_its_rows_alone() -> None:
     free = on_host(logits_of(len(rows), 5), rows)
     marks = ReasoningMarks(((9, 8),), 0, (7, 9))
     for seq in rows[3:6]:
-        seq.thinking = Thinking(seq.num_output_tokens, marks, seq.request.prompt_token_ids, ())
-        seq.thinking.read([*seq.request.prompt_token_ids, *[5] * seq.num_output_tokens])
+        seq.thinking = Thinking(seq.num_output_tokens, marks, seq.request.task.prompt_token_ids, ())
+        seq.thinking.read([*seq.request.task.prompt_token_ids, *[5] * seq.num_output_tokens])
     found = on_host(logits_of(len(rows), 5), rows)
     assert_same(on_device(logits_of(len(rows), 5), rows), found)
     assert found[0] == [*free[0][:3], 9, 9, 9, *free[0][6:]]

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -17,14 +16,8 @@ from fake_runner import EOS as FAKE_EOS
 from fake_runner import VOCAB, FakeRunner, expected
 from random_model import EOS, PAD_TO, PIECES, RandomRunner, text_of, vocab
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StepResult,
-    StructuredOutput,
-)
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams, StepResult, StructuredOutput
 from tokenmill.engine.engine import LanguageEngine, Runner
 from tokenmill.engine.sampling.grammar import GrammarCompiler
 from tokenmill.engine.sampling.grammar_pool import GrammarPool, GrammarRow
@@ -47,7 +40,7 @@ def scheduler(
 
 def request(name: str, prompt: list[int] | None = None, **options: Any) -> Request:
     own = {key: options.pop(key) for key in ("deadline_ns", "priority") if key in options}
-    return Request(name, prompt or [3, 4, 5], SamplingParams(**options), **own)
+    return Request(name, Generate(prompt or [3, 4, 5], SamplingParams(**options)), **own)
 
 
 def run(engine: LanguageEngine, max_steps: int = 5000) -> dict[str, list[RequestOutput]]:
@@ -469,7 +462,7 @@ def test_structured_output_goes_on_where_another_engine_left_it(grammar: Grammar
     expected = tokens(run(engine)["r"])
     for cut in (1, 17, len(expected) - 1):
         engine = engine_of(grammar)
-        engine.submit(replace(whole, output_token_ids=expected[:cut]))
+        engine.submit(whole.with_task(output_token_ids=expected[:cut]))
         assert tokens(run(engine)["r"]) == expected[cut:]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 from tokenmill.engine.model import allocate_kv_cache
 from tokenmill.engine.runner import ModelRunner
 from tokenmill.kernels import matmul
@@ -44,7 +44,7 @@ def perplexity(path: Path, dtype: ComputeType, token_ids: list[int]) -> float:
     checkpoint = open_checkpoint(path)
     model = family_of(checkpoint.spec).model(checkpoint.spec, checkpoint.tensors(), dtype, 1024)
     runner = ModelRunner(model, allocate_kv_cache(checkpoint.spec, 80, 16), 16, 4, 1024)
-    seq = Sequence(Request("r", token_ids), (0, 0, 0), 1024, frozenset())
+    seq = Sequence(Request("r", Generate(token_ids)), (0, 0, 0), 1024, frozenset())
     seq.slot, seq.block_ids = 0, list(range(1 + len(token_ids) // 16))
     runner.builder.tables.update([(seq, 0)], runner.builder.staging)
     inputs = runner.builder.build(Batch([(seq, len(token_ids))], len(token_ids)))

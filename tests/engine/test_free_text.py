@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from random_model import EOS, PAD_TO, PIECES, RandomRunner, noise, sequence, text_of, vocab
 from tokenmill.core.config import SchedulerConfig
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.types import (
     Branch,
     FinishReason,
     FreeText,
-    Request,
     SamplingParams,
     StepResult,
     StructuredOutput,
@@ -120,7 +120,7 @@ def request(index: int, after: FreeText | None, **fields: object) -> Request:
     sampling = SamplingParams(
         max_tokens=None, seed=index, structured=constraint(after), logit_bias=LIKELIER
     )
-    return Request(f"r{index}", [5 + index, 7], sampling, **fields)  # type: ignore[arg-type]
+    return Request(f"r{index}", Generate([5 + index, 7], sampling, **fields))  # type: ignore[arg-type]
 
 
 def check(tokens: list[int], reason: FinishReason, after: FreeText) -> bool:
@@ -164,7 +164,7 @@ class TestFreeText:
 
     def test_max_tokens_may_cut_the_free_text(self, pool: GrammarPool) -> None:
         cut = request(1, AFTER_END)
-        cut = replace(cut, sampling=replace(cut.sampling, max_tokens=2))
+        cut = cut.with_task(sampling=replace(cut.task.sampling, max_tokens=2))
         tokens, reason = run(pool, [cut])["r1"]
         assert reason == FinishReason.LENGTH and len(tokens) == 2
 
@@ -210,7 +210,7 @@ class TestBranches:
             sampling = SamplingParams(
                 max_tokens=None, seed=index, structured=structured, logit_bias=LIKELIER
             )
-            outputs = run(pool, [Request(f"r{index}", [5 + index], sampling)])
+            outputs = run(pool, [Request(f"r{index}", Generate([5 + index], sampling))])
             ((tokens, reason),) = outputs.values()
             tokens = tokens[tokens.index(END) + 1 if index % 2 else 0 :]
             size = 4 if tokens[2] == 41 else 5
@@ -226,7 +226,7 @@ class TestBranches:
         sampling = SamplingParams(structured=bad)
         scheduler = Scheduler(SchedulerConfig(max_model_len=64), BlockPool(64, 4), frozenset({EOS}))
         engine = LanguageEngine(scheduler, RandomRunner(), pool, PAD_TO)
-        engine.submit(Request("r", [5], sampling))
+        engine.submit(Request("r", Generate([5], sampling)))
         outputs = []
         while engine.has_work():
             outputs += engine.step()

@@ -10,7 +10,8 @@ import pytest
 from driver import Answer, assert_same, build, complete
 from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.kernels import cpu_kernels
 from tokenmill.kernels.stack import run_stack
 from tokenmill.models import llama
@@ -176,7 +177,7 @@ def test_a_request_goes_on_where_another_engine_left_it(folder: Path, overlap: b
                 folder, "int8", chunked=True, prefix_cache=True, num_blocks=64, overlap=overlap
             )
             known = expected.token_ids[:cut]
-            other.engine.submit(Request("0", prompt, sampling, output_token_ids=known))
+            other.engine.submit(Request("0", Generate(prompt, sampling, output_token_ids=known)))
             rest = Answer()
             while other.engine.has_work():
                 for output in other.engine.step():

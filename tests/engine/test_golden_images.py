@@ -13,7 +13,8 @@ from scheduler_integrity import check_scheduler
 from tiny_images import Prompt, image, prompt, reference_logits
 from tiny_models import IMAGE_TOKENS, make_model, save, tame
 from tokenmill.core.images import ImageInput
-from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
+from tokenmill.core.requests import Engine, Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.executors import DecodeExecutor
 from tokenmill.sched.sequence import Batch, Sequence
 
@@ -119,12 +120,12 @@ def test_images_that_are_encoded_over_several_steps(
     monkeypatch.setattr(built.runner.images, "go_on", lambda b: (parts.extend(b), go_on(b)))
     beside = replace(GREEDY, max_tokens=1000)
     for index in range(8):
-        engine.submit(Request(f"text {index}", [index, 3, 5], beside))
+        engine.submit(Request(f"text {index}", Generate([index, 3, 5], beside)))
     for _ in range(3):
         engine.step()
     for asked, expected in zip(PROMPTS, golden["qwen3-vl"], strict=True):
         answer = Answer()
-        engine.submit(Request("0", asked.token_ids, GREEDY, images=asked.images))
+        engine.submit(Request("0", Generate(asked.token_ids, GREEDY, images=asked.images)))
         for _ in range(60):
             for output in (each for each in engine.step() if each.request_id == "0"):
                 answer.add(output)
@@ -139,7 +140,9 @@ def test_a_request_goes_on_where_another_engine_left_it(
     asked, expected = PROMPTS[3], golden["qwen3-vl"][3]
     built = build(folders["qwen3-vl"], "fp32", chunked=True, prefix_cache=True, num_blocks=64)
     known, rest = expected.token_ids[:3], Answer()
-    request = Request("0", asked.token_ids, GREEDY, output_token_ids=known, images=asked.images)
+    request = Request(
+        "0", Generate(asked.token_ids, GREEDY, output_token_ids=known, images=asked.images)
+    )
     built.engine.submit(request)
     while built.engine.has_work():
         for output in built.engine.step():
@@ -178,11 +181,11 @@ def test_text_goes_on_while_images_are_encoded(folders: dict[str, Path]) -> None
         encoder_patches=120,
     )  # fmt: skip
     engine, images = built.engine, [image(20 + i, (1, 12, 10)) for i in range(4)]
-    engine.submit(Request("text", PROMPTS[0].token_ids, LONG))
+    engine.submit(Request("text", Generate(PROMPTS[0].token_ids, LONG)))
     engine.step()
     for i, each in enumerate(images):
         asked = prompt(i, 3, each, 2)
-        engine.submit(Request(str(i), asked.token_ids, GREEDY, images=asked.images))
+        engine.submit(Request(str(i), Generate(asked.token_ids, GREEDY, images=asked.images)))
     encoded = [0]
     for _ in range(8):
         outputs = engine.step()
@@ -223,7 +226,7 @@ def test_images_that_do_not_fit_are_rejected(
     built = build(folders["qwen3-vl"], "fp32", chunked=True, prefix_cache=True, num_blocks=64)
     asked = PROMPTS[1]
     wrong = (replace(asked.images[0], **change),)  # type: ignore[arg-type]
-    built.engine.submit(Request("0", asked.token_ids, GREEDY, images=wrong))
+    built.engine.submit(Request("0", Generate(asked.token_ids, GREEDY, images=wrong)))
     (output,) = built.engine.step()
     assert output.finish_reason is FinishReason.REJECT and says in str(output.error)
 
@@ -231,7 +234,7 @@ def test_images_that_do_not_fit_are_rejected(
 def test_a_model_without_vision_refuses_images(tmp_path: Path) -> None:
     save(tame(make_model("llama")), tmp_path)
     built = build(tmp_path, "fp32", chunked=True, prefix_cache=True, num_blocks=64)
-    built.engine.submit(Request("0", [1] * 60, GREEDY, images=PROMPTS[1].images))
+    built.engine.submit(Request("0", Generate([1] * 60, GREEDY, images=PROMPTS[1].images)))
     (output,) = built.engine.step()
     assert output.finish_reason is FinishReason.REJECT
     assert output.error == "images: this model takes text alone"
@@ -259,7 +262,7 @@ def test_decoding_in_captured_shapes_is_rotated_alike(folders: dict[str, Path]) 
     built = build(folders["qwen3-vl"], "fp32", chunked=True, prefix_cache=True, num_blocks=400)
     engine, builder = built.engine, built.runner.builder
     for i, asked in enumerate(PROMPTS[:4]):
-        engine.submit(Request(str(i), asked.token_ids, LONG, images=asked.images))
+        engine.submit(Request(str(i), Generate(asked.token_ids, LONG, images=asked.images)))
     for _ in range(16):
         engine.step()
     seqs = [seq for seq in engine._scheduler._queues.running if seq.num_output_tokens]
@@ -288,7 +291,7 @@ def test_no_decode_graph_takes_the_last_token_of_an_image() -> None:
     """It looks like a step of single tokens, but its embedding is a feature."""
     asked = prompt(4, 7, SMALL)
     ids = asked.token_ids[:-1]  # without the end of the image
-    seq = Sequence(Request("a", ids, images=asked.images), (0, 0, 0), 64, frozenset())
+    seq = Sequence(Request("a", Generate(ids, images=asked.images)), (0, 0, 0), 64, frozenset())
     seq.num_computed_tokens = len(ids) - 1
     executor = DecodeExecutor(None, None, None)  # type: ignore[arg-type]
     executor.graphs = object()  # type: ignore[assignment]

@@ -19,11 +19,11 @@ from engine import disaggregated
 from random_model import EOS, PIECES, vocab
 from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.types import (
     EngineStats,
     FinishReason,
     FreeText,
-    Request,
     SamplingParams,
     StructuredOutput,
 )
@@ -307,7 +307,7 @@ def test_a_step_ahead_lies_in_the_blocks_of_its_batch(
     changed: int, same: bool, slides: bool
 ) -> None:
     """However many blocks its tokens take, of full layers or of sliding ones."""
-    seq = Sequence(Request("0", [1] * 9), (0, 0, 0), 100, frozenset())
+    seq = Sequence(Request("0", Generate([1] * 9)), (0, 0, 0), 100, frozenset())
     seq.num_computed_tokens, seq.block_ids = 8, list(range(20, 32))
     seq.window_first, seq.window_ids = 6, list(range(40, 46)) if slides else []
     known = HeldBlocks.of(seq)

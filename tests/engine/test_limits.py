@@ -17,8 +17,9 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.specs.spec import ModelSpec
-from tokenmill.core.types import ModelLoadError, Request, SamplingParams, StepResult
+from tokenmill.core.types import ModelLoadError, SamplingParams, StepResult
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.graphs.graph_sizes import graph_sizes
 from tokenmill.engine.limits import (
@@ -126,7 +127,7 @@ def simulated_tok_s(
     for number in range(NUM_PROMPTS):
         num_in, num_out = (round(source.uniform(0.5, 1.5) * mean / SCALE) for mean in load)
         sampling = SamplingParams(max_tokens=num_out, ignore_eos=True)
-        scheduler.add(Request(str(number), [1] * num_in, sampling, arrival_ns=number))
+        scheduler.add(Request(str(number), Generate([1] * num_in, sampling), arrival_ns=number))
         num_outputs += num_out
     while scheduler.has_work():
         items = (batch := scheduler.schedule(0)).items

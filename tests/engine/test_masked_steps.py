@@ -19,11 +19,11 @@ from random_model import EOS, PIECES, vocab
 from sampling_rows import mask_of
 from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.types import (
     FinishReason,
     FreeText,
     ReasoningMarks,
-    Request,
     SamplingParams,
     StructuredOutput,
 )
@@ -103,7 +103,7 @@ class Counting:
     def launch(self, batch: Batch) -> Any:
         for seq, _ in batch.items:
             if seq.token_ids[-1] == PENDING:
-                constrained = seq.request.sampling.structured is not None
+                constrained = seq.request.task.sampling.structured is not None
                 self.num_constrained += constrained
                 self.num_free += not constrained
         return self.inner.launch(batch)
@@ -219,7 +219,9 @@ def test_it_goes_on_where_another_engine_left_it(
         for known in (1, len(expected[index].token_ids) // 2):
             engine = make(tiny, overlap=True)
             tokens = expected[index].token_ids[:known]
-            engine.submit(Request("r", prompts()[index], params()[index], output_token_ids=tokens))
+            engine.submit(
+                Request("r", Generate(prompts()[index], params()[index], output_token_ids=tokens))
+            )
             while engine.has_work():
                 for output in engine.step():
                     tokens += output.token_ids
@@ -299,7 +301,7 @@ def test_an_interrupted_wait_for_masks_leaves_the_engine_whole(tiny: tuple[Path,
     counting.late = interrupted
     asked = list(zip(prompts()[:4], [*params()[1:4], FREE], strict=True))
     for index, (prompt, sampling) in enumerate(asked):
-        engine.submit(Request(str(index), prompt, sampling, arrival_ns=index))
+        engine.submit(Request(str(index), Generate(prompt, sampling), arrival_ns=index))
     found = []
     with pytest.raises(KeyboardInterrupt):
         while True:
@@ -321,7 +323,7 @@ def test_random_trouble_ends_every_request_once(tiny: tuple[Path, Path]) -> None
         for _ in range(chance.choice((0, 0, 1, 2))):
             sampling = replace(chance.choice(params()), max_tokens=chance.randint(4, 20))
             name, prompt = f"r{len(submitted)}", chance.choice(prompts())
-            engine.submit(Request(name, prompt, sampling, arrival_ns=step))
+            engine.submit(Request(name, Generate(prompt, sampling), arrival_ns=step))
             submitted.append(name)
         if submitted and chance.random() < 0.2:
             engine.abort(chance.choice(submitted[-6:]))
@@ -335,5 +337,5 @@ def test_random_trouble_ends_every_request_once(tiny: tuple[Path, Path]) -> None
 
 def test_the_table_of_masks_stops_at_a_forbidden_draft() -> None:
     row = CycleRow(masks := [torch.tensor([k]).numpy() for k in range(7)])
-    seq = Sequence(Request("r", [3], FREE), (0, 0, 0), 99, frozenset())
+    seq = Sequence(Request("r", Generate([3], FREE)), (0, 0, 0), 99, frozenset())
     assert row.masks(seq, [11, 5, 7]) == [masks[4], masks[5], masks[6]]

@@ -14,7 +14,8 @@ from fake_runner import EOS, VOCAB, FakeRunner, Launched
 from tokenmill.cli.app import app
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.cost import Cost
-from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.engine.drafts.drafting import FixedDrafting
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.sched.cache.blocks import BlockPool
@@ -79,7 +80,7 @@ def requests(num: int, seed: int) -> list[Request]:
         own = [source.randrange(1, VOCAB) for _ in range(source.randrange(1, 20))]
         prompt = shared + own if source.random() < 0.5 else own
         sampling = SamplingParams(max_tokens=source.randrange(1, 30), ignore_eos=bool(i % 2))
-        out.append(Request(f"r{i}", prompt, sampling, arrival_ns=i))
+        out.append(Request(f"r{i}", Generate(prompt, sampling), arrival_ns=i))
     return out
 
 
@@ -165,7 +166,7 @@ def test_costs_of_running_requests_are_known_before_they_end() -> None:
     runner = TimedRunner(64)
     engine = engine_of(runner, 64)
     for request in requests(4, seed=5):
-        engine.submit(replace(request, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
+        engine.submit(request.with_task(sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
     for _ in range(6):
         engine.step()
     known = engine.costs()
@@ -182,7 +183,7 @@ def test_cached_tokens_are_priced_like_computed_ones() -> None:
     prompt = [1 + i % (VOCAB - 1) for i in range(17)]
     costs = []
     for name in ("first", "again"):
-        engine.submit(Request(name, prompt, SamplingParams(max_tokens=1)))
+        engine.submit(Request(name, Generate(prompt, SamplingParams(max_tokens=1))))
         (output,) = [o for _ in range(3) for o in engine.step()]
         assert output.cost is not None
         costs.append(output.cost)

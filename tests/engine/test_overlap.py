@@ -13,7 +13,8 @@ from driver import Answer, complete
 from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.types import FinishReason, OutOfMemory, Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, OutOfMemory, SamplingParams, StepResult
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.engine import LanguageEngine, PendingStep
@@ -164,8 +165,8 @@ def test_a_request_that_needs_the_host_runs_in_the_plain_loop(folder: Path) -> N
 def test_an_interrupted_launch_leaves_the_engine_whole(folder: Path) -> None:
     engine = build(folder)
     with_faults(engine, {3: KeyboardInterrupt()})  # type: ignore[dict-item]
-    engine.submit(Request("r", prompts()[1], GREEDY))
-    engine.submit(Request("later", prompts()[2], GREEDY))
+    engine.submit(Request("r", Generate(prompts()[1], GREEDY)))
+    engine.submit(Request("later", Generate(prompts()[2], GREEDY)))
     with pytest.raises(KeyboardInterrupt):
         for _ in range(5):
             engine.step()

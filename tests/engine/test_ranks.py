@@ -35,15 +35,14 @@ from tokenmill.core.config import (
 from tokenmill.core.images import ImageSpan
 from tokenmill.core.kv import PREFILLED, KVAddress, KVGeometry, KVNotice, KVTransferEvents, KVWay
 from tokenmill.core.kv_events import Cleared, Removed, Stored, pack_events, unpack_events
+from tokenmill.core.requests import Engine, Generate, Request, RequestOutput
+from tokenmill.core.tasks import Video
 from tokenmill.core.types import (
-    Engine,
     EngineStats,
     FinishReason,
     GrammarVocab,
     ModelLoadError,
     RanksLostError,
-    Request,
-    RequestOutput,
     SamplingParams,
     StructuredOutput,
     TokenLogprobs,
@@ -144,7 +143,7 @@ def test_experts_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
             pass
         assert two.group is not None
         (child,) = two.group._children
-        two.engine.submit(Request("last", prompts()[3], GREEDY))
+        two.engine.submit(Request("last", Generate(prompts()[3], GREEDY)))
         two.engine.step()
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(RanksLostError, match="a rank ended with exit code -9"):
@@ -178,7 +177,7 @@ def test_each_rank_has_requests_of_its_own(tmp_path: Path) -> None:
         assert len(stats.num_drafted) == 2 and sum(stats.num_accepted) > 0
         assert stats.num_finished == {"length": 6} and stats.num_kv_blocks_used == 0
         for request_id in ("a", "b", "a"):
-            two.engine.submit(Request(request_id, prompts()[4], GREEDY))
+            two.engine.submit(Request(request_id, Generate(prompts()[4], GREEDY)))
         (refused,) = [o for o in two.engine.step() if o.finish_reason is not None]
         assert (refused.request_id, refused.stop_reason) == ("a", "duplicate_id")
         assert two.engine.stats().num_running == 2
@@ -254,8 +253,8 @@ def test_new_prompts_count_in_the_round_they_come_in() -> None:
     alone = mock.MagicMock(size=1)
     alone.hear.return_value = []
     ranks = DataParallelEngine(own, alone, None, policy, RankCaches(1, 16), 8)
-    ranks.submit(Request("r", [1, 2], GREEDY))
-    ranks.submit(Request("elsewhere", [1, 2], GREEDY, kv_from="peer"))
+    ranks.submit(Request("r", Generate([1, 2], GREEDY)))
+    ranks.submit(Request("elsewhere", Generate([1, 2], GREEDY, kv_from="peer")))
     for _ in range(2):
         ranks.step()
     assert [call.args[0] for call in policy.hold.call_args_list] == [[(1, 0)], [(0, 3)]]
@@ -349,7 +348,9 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
     sample = StepSampler._sample
 
     def fails(self: StepSampler, sampler: Any, rows: list[SampledRow], *rest: Any) -> Sampled:
-        if any(row.request.sampling.max_tokens == 3 and row.num_output_tokens > 1 for row in rows):
+        if any(
+            row.request.task.sampling.max_tokens == 3 and row.num_output_tokens > 1 for row in rows
+        ):
             raise ValueError("no dice")
         return sample(self, sampler, rows, *rest)
 
@@ -408,8 +409,10 @@ def handed_over(ranks: Engine, token_ids: list[list[int]]) -> list[Answer]:
     engine_id = kv.address.engine_id
     assert kv.connect(kv.address) is None
     for i, prompt in enumerate(token_ids):
-        ranks.submit(Request(f"from {i}", prompt, GREEDY, hold_kv_s=30.0))
-        request = Request(f"to {i}", prompt, GREEDY, kv_from=engine_id, cache_salt="not cached")
+        ranks.submit(Request(f"from {i}", Generate(prompt, GREEDY, hold_kv_s=30.0)))
+        request = Request(
+            f"to {i}", Generate(prompt, GREEDY, kv_from=engine_id, cache_salt="not cached")
+        )
         ranks.submit(request)
     while ranks.has_work() or kv.wait_ms() is not None:
         for output in ranks.step():
@@ -542,22 +545,24 @@ ADDRESS = KVAddress("e", "h", SHAPE, 9, (KVWay("shm", (0, 4096), b"1:\xff"),))
 PEER = replace(ADDRESS, others=(ADDRESS,), ranks=(ADDRESS, ADDRESS))
 REQUEST = Request(
     "r",
-    [1, 2],
-    SamplingParams(
-        stop=("x",),
-        stop_token_ids=(7,),
-        logit_bias={3: -1.5},
-        structured=StructuredOutput("regex", "a+"),
+    Generate(
+        [1, 2],
+        SamplingParams(
+            stop=("x",),
+            stop_token_ids=(7,),
+            logit_bias={3: -1.5},
+            structured=StructuredOutput("regex", "a+"),
+        ),
+        output_token_ids=[4],
     ),
     deadline_ns=10**15,
-    output_token_ids=[4],
 )
 ENTRY = TokenLogprobs([1, 2], [-0.1, -math.inf], 1)
 OUTPUT = RequestOutput("r", [1], [ENTRY], [None, ENTRY], FinishReason.STOP, "x", 3, scheduled_ns=5)
 EVENTS = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
 STATS = EngineStats(num_finished={"stop": 2}, num_drafted=[3, 1], step_sums=[0.5])
 NOTICE = KVNotice("r", 2, [5, 6], 9, engine_id="e")
-VIDEO_JOB = Request("v", [1], video=VideoParams(size=(32, 16), latent="x.pt", seed=-3))
+VIDEO_JOB = Request("v", Video([1], VideoParams(size=(32, 16), latent="x.pt", seed=-3)))
 MESSAGES: list[Message] = [
     rank_messages.CallOver(4, "not here"),
     rank_messages.RankCalls("here"),
@@ -633,7 +638,10 @@ def described(batch: Batch) -> list[object]:
                 seq.token_ids[seq.num_computed_tokens :][: num_new + 1],
                 seq.draft_ids[: max(0, num_drafts((seq, num_new)))],
                 (seq.num_prompt_tokens, seq.image_end, bool(seq.prompt_logprobs)),
-                [(span.offset, span.num_tokens, span.image.grid) for span in seq.request.images],
+                [
+                    (span.offset, span.num_tokens, span.image.grid)
+                    for span in seq.request.task.images
+                ],
                 DeviceSampler().wants_best([seq]),
             )
             for seq, num_new in batch.items
@@ -646,10 +654,10 @@ def test_a_step_travels_whole() -> None:
     that somebody else gets."""
     spans = (ImageSpan(2, 6, tiny_images.image(1, (1, 4, 6))),)
     first = Sequence(
-        Request("a", list(range(30)), GREEDY, images=spans), (0, 0, 0), 99, frozenset()
+        Request("a", Generate(list(range(30)), GREEDY, images=spans)), (0, 0, 0), 99, frozenset()
     )
     drawn = SamplingParams(temperature=1.0, prompt_logprobs=1)
-    second = Sequence(Request("b", [7, 8, 9], drawn), (0, 0, 1), 99, frozenset())
+    second = Sequence(Request("b", Generate([7, 8, 9], drawn)), (0, 0, 1), 99, frozenset())
     first.slot, first.block_ids, first.capacity = 3, [4, 5], 32
     second.slot, second.block_ids, second.capacity = 0, [6], 16
     second.window_first, second.window_ids = 0, [1, 2]
@@ -669,6 +677,6 @@ def test_a_step_travels_whole() -> None:
     second.block_ids.append(9)
     second.capacity, second.window_first, second.window_ids = 32, 1, [3, 4]
     check([(first, 1), (second, 3)], [(second, 1)], 2)
-    third = Sequence(Request("c", [1, 2]), (0, 0, 2), 9, frozenset())
+    third = Sequence(Request("c", Generate([1, 2])), (0, 0, 2), 9, frozenset())
     third.slot, third.block_ids, third.capacity = 3, [8], 16
     check([(third, 2)], [(third, 0)])

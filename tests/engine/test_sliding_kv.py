@@ -14,7 +14,8 @@ from engine import disaggregated
 from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv_groups import KVGroups, plan_groups
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.engine import load as engine_load
 from tokenmill.engine.engine import LanguageEngine
 
@@ -115,7 +116,7 @@ def test_a_request_that_began_elsewhere_goes_on(folder: Path, plain: list[Answer
     built = build(folder, "fp32", chunked=True, prefix_cache=True, num_blocks=64)
     for index, (prompt, answer) in enumerate(zip(prompts(), plain, strict=True)):
         begun = answer.token_ids[: 5 + 4 * index]
-        request = Request(str(index), prompt, GREEDY, output_token_ids=begun)
+        request = Request(str(index), Generate(prompt, GREEDY, output_token_ids=begun))
         built.engine.submit(request)
         rest = Answer()
         while built.engine.has_work():

@@ -13,7 +13,8 @@ from draft_heads import forgetful, save_head
 from driver import Answer, assert_same, build, complete
 from scheduler_integrity import check_scheduler
 from tiny_models import make_model, save, tame
-from tokenmill.core.types import FinishReason, ReasoningMarks, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, ReasoningMarks, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.sched.sequence import PENDING, Batch
 
@@ -66,7 +67,7 @@ def by_hand(engine: LanguageEngine, prompt: list[int], free: Answer, p: Sampling
         return free
     known = tokens[:end] + list(p.reasoning.forced[0])
     params = replace(p, thinking_token_budget=None)
-    engine.submit(Request("rest", prompt, params, output_token_ids=known))
+    engine.submit(Request("rest", Generate(prompt, params, output_token_ids=known)))
     rest = Answer()
     while engine.has_work():
         for output in engine.step():
@@ -133,7 +134,7 @@ def test_a_request_goes_on_where_another_engine_left_it(
     assert whole.token_ids[3:6] == [61, 62, 60]
     for count in range(1, 10):
         known = whole.token_ids[:count]
-        engine.submit(Request("rest", prompt, params, output_token_ids=known))
+        engine.submit(Request("rest", Generate(prompt, params, output_token_ids=known)))
         rest = Answer()
         while engine.has_work():
             for output in engine.step():

@@ -13,7 +13,8 @@ from gpu.setups import SETUPS, Checkpoints, Device, prompts
 from kv.host_ipc import on_the_host
 from scheduler_integrity import check_scheduler
 from tokenmill.core.kv import KVNotice
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -51,12 +52,12 @@ def check_killed_peer(checkpoints: Checkpoints, device: Device) -> None:
     expected = bits(complete(decode, prompts()[:2], GREEDY))
     with far_engine("moves", checkpoints.folder, device) as (prefill, pid):
         pool = WorkerPool(prefill, decode)
-        prefill.submit(Request("halfway", [7] * 330, GREEDY, hold_kv_s=30.0))
+        prefill.submit(Request("halfway", Generate([7] * 330, GREEDY, hold_kv_s=30.0)))
         notices: list[KVNotice] = []
         while not notices:
             assert not any(output.finish_reason for output in prefill.step())
             notices = prefill.kv.take_events().notices
-        decode.submit(Request("halfway", [7] * 330, GREEDY, kv_from=pool.engine_id))
+        decode.submit(Request("halfway", Generate([7] * 330, GREEDY, kv_from=pool.engine_id)))
         decode.step()
         kv_of(decode).notice(notices[0])
         decode.step()  # reads

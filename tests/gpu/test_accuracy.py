@@ -10,7 +10,8 @@ import torch
 
 from driver import complete
 from gpu.setups import CONTEXT, SETUPS, SMOLLM2, Checkpoints
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.sched.sequence import Batch, Sequence
 from tokenmill.text.tokenizer import load_tokenizer
@@ -41,7 +42,7 @@ def perplexity(built: BuiltEngine, texts: list[list[int]]) -> float:
 def logits(built: BuiltEngine, token_ids: list[int]) -> torch.Tensor:
     """Logits after every token, [tokens, vocab]."""
     runner = built.runner
-    seq = Sequence(Request("r", token_ids), (0, 0, 0), CONTEXT, frozenset())
+    seq = Sequence(Request("r", Generate(token_ids)), (0, 0, 0), CONTEXT, frozenset())
     seq.slot, seq.block_ids = 0, list(range(1, 2 + len(token_ids) // built.block_size))
     runner.builder.tables.update([(seq, 0)], runner.builder.staging)
     inputs = runner.builder.build(Batch([(seq, len(token_ids))], len(token_ids)))

@@ -168,7 +168,7 @@ def test_no_kernel_is_compiled_once_the_engine_is_warm(
         for name, count in (("a", 1), ("b", 2), ("c", 5)):
             for index in range(count):
                 request = tiny_request(history, candidates, WIDE)
-                engine.submit(replace(request, request_id=f"{name}{index}"))
+                engine.submit(replace(request, request_id=f"{name}{index}").asked())
             while engine.has_work():
-                assert all(output.finish == "done" for output in engine.step())
+                assert all(output.finish_reason == "stop" for output in engine.step())
     assert compiled == []

@@ -80,7 +80,7 @@ def test_logits_stay_on_the_device_and_steps_overlap(build: Build) -> None:
 
     def counted(batch: Batch) -> object:
         for seq, _ in batch.items:
-            bound = seq.request.sampling.structured is not None
+            bound = seq.request.task.sampling.structured is not None
             num_ahead[bound] += seq.token_ids[-1] == PENDING
         return launch(batch)
 

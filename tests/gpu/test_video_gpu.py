@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.core.types import FinishReason, Request
+from tokenmill.core.requests import Request
+from tokenmill.core.tasks import Video, VideoFrames
+from tokenmill.core.types import FinishReason
 from tokenmill.core.video import VideoParams
 from tokenmill.kernels import bidirectional
 from tokenmill.kernels.gpu import bidirectional as gpu_bidirectional
@@ -51,7 +53,7 @@ def pipeline(dtype: ComputeType, device: str = "cuda", offload: bool = False) ->
 @torch.inference_mode()
 def moved(own: Pipeline) -> torch.Tensor:
     """How far the steps have moved the latents from their noise."""
-    job = VideoJob(Request("a", [5, 6, 7], video=PARAMS), own)
+    job = VideoJob(Request("a", Video([5, 6, 7], PARAMS)), own)
     for _ in range(PARAMS.num_steps):
         next(job.steps)
     assert job.latents is not None
@@ -60,10 +62,10 @@ def moved(own: Pipeline) -> torch.Tensor:
 
 def pixels(own: Pipeline) -> np.ndarray:
     engine = VideoEngine(own)
-    engine.submit(Request("a", [5, 6, 7], video=PARAMS))
+    engine.submit(Request("a", Video([5, 6, 7], PARAMS)))
     outputs = [output for _ in range(PARAMS.num_steps + 3) for output in engine.step()]
-    made = outputs[-1].video
-    assert made is not None
+    made = outputs[-1].delta
+    assert isinstance(made, VideoFrames)
     return np.frombuffer(made.data, np.uint8)
 
 
@@ -85,8 +87,8 @@ def test_a_full_memory_ends_one_job() -> None:
     own = pipeline("bf16")
     expected = pixels(own)
     engine = VideoEngine(own)
-    engine.submit(Request("large", [5], video=LARGE))
-    engine.submit(Request("a", [5, 6, 7], video=PARAMS))
+    engine.submit(Request("large", Video([5], LARGE)))
+    engine.submit(Request("a", Video([5, 6, 7], PARAMS)))
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**25) / total)
     try:
@@ -98,8 +100,9 @@ def test_a_full_memory_ends_one_job() -> None:
     ended = [output for output in outputs if output.finish_reason is not None]
     assert [output.finish_reason for output in ended] == [FinishReason.ERROR, FinishReason.STOP]
     assert ended[0].stop_reason == "out_of_memory"
-    made = ended[1].video
-    assert made is not None and np.array_equal(np.frombuffer(made.data, np.uint8), expected)
+    made = ended[1].delta
+    assert isinstance(made, VideoFrames)
+    assert np.array_equal(np.frombuffer(made.data, np.uint8), expected)
 
 
 # Queries, keys, heads and branches: ragged ends, one query, one key, more keys than queries, the

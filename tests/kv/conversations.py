@@ -12,7 +12,8 @@ import pytest
 from driver import LOGPROB_BOUND, Answer, build
 from scheduler_integrity import check_host_tier, check_scheduler
 from tokenmill.core.images import ImageSpan
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.engine.engine import LanguageEngine
 
@@ -51,7 +52,9 @@ def ask(
     answers = {f"{name}-{i}": Answer() for i in range(len(prompts))}
     for i, (prompt, salt) in enumerate(prompts):
         own = images[i] if images else ()
-        request = Request(f"{name}-{i}", list(prompt), sampling, cache_salt=salt, images=own)
+        request: Request = Request(
+            f"{name}-{i}", Generate(list(prompt), sampling, cache_salt=salt, images=own)
+        )
         engine.submit(request)
     while engine.has_work():
         for output in engine.step():

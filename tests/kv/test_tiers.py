@@ -16,7 +16,8 @@ from scheduler_integrity import check_host_tier, check_scheduler
 from tiny_images import image, prompt
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv import TierSizes, parse_tiers
-from tokenmill.core.types import ModelLoadError, Request
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import ModelLoadError
 from tokenmill.engine.build import BuiltEngine
 from tokenmill.kv.tiers.page_copies import CpuCopies
 
@@ -68,7 +69,7 @@ def test_a_request_that_ends_while_it_loads_gives_its_blocks_back(folder: Path) 
     source = random.Random(5)
     prompt = [source.randrange(3, 60) for _ in range(40)]
     ask(built, [([9] * 200, "")], "other")
-    built.engine.submit(Request("x", prompt, GREEDY))
+    built.engine.submit(Request("x", Generate(prompt, GREEDY)))
     scheduler, tiers = built.engine._scheduler, built.engine.tiers
     scheduler.schedule(0)
     tiers.exchange()

@@ -22,7 +22,8 @@ from open_ports import elsewhere
 from random_model import EOS, PIECES, vocab
 from tiny_models import make_model, save, tame
 from tokenmill.core.kv import PREFILLED, KVNotice, common_ways
-from tokenmill.core.types import FinishReason, Request, SamplingParams, StructuredOutput
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams, StructuredOutput
 from tokenmill.kv.transfer import TransferError
 
 NEEDS_NIXL = pytest.mark.skipif(sys.platform != "linux", reason="nixl is made for Linux alone")
@@ -149,9 +150,9 @@ def test_an_answer_of_one_token_ends_where_it_began(folder: Path) -> None:
 
 def submit_both(pool: WorkerPool, name: str, hold_s: float = 30.0) -> list[KVNotice]:
     """Compute a prompt, and let the other engine wait for it; returns the notices."""
-    request = Request(name, prompts()[-1], greedy())
-    pool.prefill.submit(replace(request, hold_kv_s=hold_s))
-    pool.decode.submit(replace(request, kv_from=pool.engine_id))
+    request = Request(name, Generate(prompts()[-1], greedy()))
+    pool.prefill.submit(request.with_task(hold_kv_s=hold_s))
+    pool.decode.submit(request.with_task(kv_from=pool.engine_id))
     outputs = pool.prefill.step()
     while pool.prefill.has_work():
         outputs += pool.prefill.step()
@@ -225,7 +226,7 @@ def test_a_source_that_goes_or_falls_silent(pool: WorkerPool) -> None:
     kv_of(pool.decode).disconnect(pool.engine_id)
     assert ends(pool) == [("gone", FinishReason.ERROR, "kv_transfer")]
     kv_of(pool.prefill).release("gone")
-    pool.decode.submit(replace(Request("late", [1, 2], greedy()), kv_from=pool.engine_id))
+    pool.decode.submit(Request("late", Generate([1, 2], greedy(), kv_from=pool.engine_id)))
     assert ends(pool) == [("late", FinishReason.REJECT, "kv_transfer")]
 
 
@@ -301,7 +302,7 @@ def test_auto_takes_shared_memory_on_one_host_and_nixl_to_another(folder: Path) 
 
 def test_an_engine_without_a_connector_says_so(folder: Path) -> None:
     engine = build(folder, connector="none")
-    engine.submit(Request("a", [1, 2, 3], greedy(), hold_kv_s=1.0))
+    engine.submit(Request("a", Generate([1, 2, 3], greedy(), hold_kv_s=1.0)))
     (output,) = engine.step()
     assert output.finish_reason is FinishReason.REJECT
     assert output.error == "this engine moves no KV: give it a kv_connector"

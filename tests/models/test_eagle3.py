@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import (
 from draft_heads import eagle3_tensors, save_eagle3
 from driver import build
 from tiny_models import make_model, save, tame
-from tokenmill.core.types import ModelLoadError, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import ModelLoadError, SamplingParams
 from tokenmill.sched.sequence import Batch, Sequence
 
 PROMPT = [5, 9, 3, 60, 33, 2, 17, 17, 8]
@@ -95,7 +96,7 @@ def test_drafts_are_those_of_transformers_layers(
         mtp=3, draft=folder,
     )  # fmt: skip
     seq = Sequence(
-        Request("0", PROMPT, SamplingParams(temperature=0.0)), (0, 0, 0), 100, frozenset()
+        Request("0", Generate(PROMPT, SamplingParams(temperature=0.0))), (0, 0, 0), 100, frozenset()
     )
     seq.block_ids, seq.slot, seq.capacity = [1, 2], 0, 32
     seq.window_ids = [3, 4] if built.runner.sliding.num_groups else []

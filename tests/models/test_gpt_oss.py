@@ -16,7 +16,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from harness import Harness, assert_same_logits
 from tiny_models import make_model, save, tame
 from tokenmill.core.config import CacheConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.types import ModelLoadError, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import ModelLoadError, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.kernels.moe import route
@@ -248,7 +249,7 @@ def test_random_routers_choose_about_evenly(
     engine = build_engine(resolve_setup(Setup(model, CacheConfig(), SchedulerConfig()))).engine
     for i in range(16):
         prompt = [source.randrange(512) for _ in range(32)]
-        engine.submit(Request(str(i), prompt, SamplingParams(max_tokens=1)))
+        engine.submit(Request(str(i), Generate(prompt, SamplingParams(max_tokens=1))))
     shares.clear()  # of the warm-up, whose tokens are all the same
     engine.step()
     assert len(shares) == 24 and sum(shares) / 24 < 1.6

@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from draft_heads import head_tensors
 from tiny_models import make_model, save, stored_tensors, tame
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
-from tokenmill.core.types import ModelLoadError, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import ModelLoadError, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.engine.drafts.open_drafts import has_mtp
@@ -76,7 +77,7 @@ def test_drafts_are_those_of_plain_torch(form: str, tmp_path: Path) -> None:
             )
         )
     )
-    request = Request("0", PROMPT, SamplingParams(temperature=0.0))
+    request = Request("0", Generate(PROMPT, SamplingParams(temperature=0.0)))
     seq = Sequence(request, (0, 0, 0), 100, frozenset())
     seq.block_ids, seq.slot, seq.capacity = [1, 2], 0, 32
     batch = Batch([(seq, len(PROMPT))], len(PROMPT), [(seq, 0)], num_to_draft=3)

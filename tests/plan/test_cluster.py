@@ -11,7 +11,8 @@ import pytest
 from scheduler_integrity import check_scheduler
 from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.config import PoolConfig
-from tokenmill.core.types import Request, StepResult
+from tokenmill.core.requests import Request
+from tokenmill.core.types import StepResult
 from tokenmill.plan.cluster.cluster import ClusterConfig, StepLimits, expert_factor
 from tokenmill.plan.cluster.faults import FaultEvent
 from tokenmill.plan.cluster.layout import Division, place_workers

@@ -13,7 +13,8 @@ import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, Launched
 from tokenmill.core.config import ExecutionConfig, SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
-from tokenmill.core.types import Request, SamplingParams, TokenmillError
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, TokenmillError
 from tokenmill.plan.recorded import RecordError, Reproducer, read_record, simulate
 from tokenmill.routing.step_rates import StepRates
 from tokenmill.sched.cache.blocks import BlockPool
@@ -54,11 +55,10 @@ class Loop:
         deadline_ns = self.now_ns + 200 if self.random.random() < 0.1 else None
         request = Request(
             f"request-{self.num_added}",
-            prompt[:50],
-            sampling,
-            self.random.randint(0, 2),
-            self.now_ns,
-            deadline_ns,
+            Generate(prompt[:50], sampling),
+            priority=self.random.randint(0, 2),
+            arrival_ns=self.now_ns,
+            deadline_ns=deadline_ns,
         )
         self.num_added += 1
         self.scheduler.add(request)

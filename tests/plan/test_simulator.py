@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.plan.simulator import SimRunner
 from tokenmill.sched.cache.blocks import BlockPool
@@ -34,7 +35,7 @@ def run(requests: list[Request], **limits: Any) -> dict[str, RequestOutput]:
 
 def test_the_text_repeats_whatever_the_batch() -> None:
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    requests = [Request(str(i), list(range(1, 2 + 7 * i)), sampling) for i in range(6)]
+    requests = [Request(str(i), Generate(list(range(1, 2 + 7 * i)), sampling)) for i in range(6)]
     for budget in (4, 512):
         outputs = run(requests, max_num_batched_tokens=budget)
         assert [o.token_ids for o in outputs.values()] == [[11, 12, 13, 11, 12, 13, 11, 12]] * 6
@@ -43,9 +44,9 @@ def test_the_text_repeats_whatever_the_batch() -> None:
 def test_the_schedulers_rules_hold() -> None:
     outputs = run(
         [
-            Request("eos", [1, 2], SamplingParams(max_tokens=9)),
-            Request("stop", [1, 2], SamplingParams(max_tokens=9, stop_token_ids=(11,))),
-            Request("empty", [], SamplingParams()),
+            Request("eos", Generate([1, 2], SamplingParams(max_tokens=9))),
+            Request("stop", Generate([1, 2], SamplingParams(max_tokens=9, stop_token_ids=(11,)))),
+            Request("empty", Generate([], SamplingParams())),
         ]
     )
     assert outputs["eos"].token_ids == [11, 12]
@@ -58,8 +59,8 @@ def test_the_schedulers_rules_hold() -> None:
 def test_logprobs_have_the_asked_shape(budget: int) -> None:
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0)
     prompt = [5, 6, 7, 8, 9, 10, 11]
-    plain = Request("plain", prompt, SamplingParams(max_tokens=4, ignore_eos=True))
-    outputs = run([Request("r", prompt, sampling), plain], max_num_batched_tokens=budget)
+    plain = Request("plain", Generate(prompt, SamplingParams(max_tokens=4, ignore_eos=True)))
+    outputs = run([Request("r", Generate(prompt, sampling)), plain], max_num_batched_tokens=budget)
     output = outputs["r"]
     assert output.logprobs is not None and output.prompt_logprobs is not None
     assert [p.token_ids[0] for p in output.logprobs] == output.token_ids

@@ -20,6 +20,7 @@ from tokenmill.ranking.metrics import RankMetrics, auc, normalised_entropy, rank
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import choose_dtype, load_model
 from tokenmill.ranking.request_json import read_request, write_request
+from tokenmill.ranking.requests import request_of
 
 DATA = SyntheticSpec(
     num_users=60, num_items=256, num_categories=8, events_per_timestamp=12, num_train_candidates=8
@@ -85,7 +86,8 @@ def test_scores_in_fp8_are_compared_with_those_of_fp32(
     samples = read_samples(good, load_model(folder / "model").spec)
     for dtype in ("fp8", "fp32"):
         model = load_model(folder / "model", dtype)
-        found = [scores[:, 0] for scores in model.score([sample.request for sample in samples])]
+        requests = [request_of(sample.request) for sample in samples]
+        found = [scores[:, 0] for scores in model.score(requests)]
         metrics[dtype] = rank_metrics(found, [sample.labels for sample in samples])
         apart.append(np.concatenate(found))
     pairs = zip(metrics["fp8"], metrics["fp32"], strict=True)

@@ -14,13 +14,15 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny_ranking import TINY, tiny_model, tiny_request
+from tokenmill.core.requests import RequestOutput
 from tokenmill.core.specs.hstu import HstuSpec
+from tokenmill.core.tasks import Scores
 from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import to_device
-from tokenmill.ranking.engine import RankingEngine, RankStats, largest_batch
+from tokenmill.ranking.engine import RankingEngine, largest_batch
 from tokenmill.ranking.policy import BatchLimits, RankQueue
-from tokenmill.ranking.requests import RankOutput, RankRequest
+from tokenmill.ranking.requests import RankRequest, scores_of
 from tokenmill.ranking.stores.store import EmbeddingError
 
 
@@ -28,9 +30,9 @@ def named(name: str, history: int = 10, candidates: int = 4, **changes: Any) -> 
     return replace(tiny_request(history, candidates), request_id=name, **changes)
 
 
-def drain(engine: RankingEngine) -> dict[str, RankOutput]:
+def drain(engine: RankingEngine) -> dict[str, RequestOutput]:
     """All answers by id; a second answer to one request fails."""
-    found: dict[str, RankOutput] = {}
+    found: dict[str, RequestOutput] = {}
     while engine.has_work():
         for output in engine.step():
             assert output.request_id not in found
@@ -44,15 +46,17 @@ def test_answers_are_the_models_and_say_what_they_depend_on() -> None:
         model = tiny_model(replace(TINY, scaling_seqlen=scaling))
         engine = RankingEngine(model)
         for request in requests:
-            engine.submit(request)
+            engine.submit(request.asked())
         found = drain(engine)
         for request, scores in zip(requests, model.score(requests), strict=True):
             answer = found[request.request_id]
-            assert answer.finish == "done" and answer.batch_size == 2
-            np.testing.assert_array_equal(answer.scores, scores)
-            assert answer.batch_dependent == (scaling == "batch")
-            assert answer.scaling_seqlen == (51 if scaling == "batch" else 96)
-    assert engine.stats().finished == {"done": 2} and engine.stats().num_candidates == 24
+            found_scores = answer.delta
+            assert isinstance(found_scores, Scores) and found_scores.batch_size == 2
+            np.testing.assert_array_equal(scores_of(answer), scores)
+            assert found_scores.depends_on_batch == (scaling == "batch")
+            assert found_scores.scaling_seqlen == (51 if scaling == "batch" else 96)
+    stats = engine.stats()
+    assert stats.num_finished == {"stop": 2} and stats.figures["candidates_total"] == 24
 
 
 def test_a_batch_is_made_while_the_one_before_it_runs() -> None:
@@ -61,14 +65,14 @@ def test_a_batch_is_made_while_the_one_before_it_runs() -> None:
     engine = RankingEngine(model, limits, overlapped=True)
     requests = [named(name, 10 + index) for index, name in enumerate("abc")]
     for request in requests:
-        engine.submit(request)
+        engine.submit(request.asked())
     assert engine.step() == []
     engine.abort("a")
     answers = [output for _ in range(3) for output in engine.step()]
     assert [output.request_id for output in answers] == ["a", "b", "c"]
     assert not engine.has_work() and engine.stats().num_steps == 3
     for request, answer in zip(requests, answers, strict=True):
-        np.testing.assert_allclose(answer.scores, model.score([request])[0], atol=1e-6)
+        np.testing.assert_allclose(scores_of(answer), model.score([request])[0], atol=1e-6)
 
 
 def test_the_next_batch_is_launched_before_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +92,7 @@ def test_the_next_batch_is_launched_before_a_step_waits(monkeypatch: pytest.Monk
     engine = RankingEngine(tiny_model(), BatchLimits(max_batch_requests=1), overlapped=True)
     monkeypatch.setattr(engine.model, "launch", lambda batch: Running())
     for name in "abc":
-        engine.submit(named(name))
+        engine.submit(named(name).asked())
     assert list(drain(engine)) == ["a", "b", "c"]
     assert events == ["launch a", "launch b", "wait a", "launch c", "wait b", "wait c"]
 
@@ -99,11 +103,11 @@ def test_every_request_gets_exactly_one_answer(overlapped: bool) -> None:
     now = [0]
     limits = BatchLimits(max_queue_requests=3)
     engine = RankingEngine(tiny_model(), limits, lambda: now[0], overlapped)
-    engine.submit(named("wrong", user_id=99))
-    engine.submit(named("late", deadline_ns=5))
-    engine.submit(named("gone"))
-    engine.submit(named("runs"))
-    engine.submit(named("full"))
+    engine.submit(named("wrong", user_id=99).asked())
+    engine.submit(named("late", deadline_ns=5).asked())
+    engine.submit(named("gone").asked())
+    engine.submit(named("runs").asked())
+    engine.submit(named("full").asked())
     with pytest.raises(InvalidRequestError, match="request_id: 'runs' is already waiting"):
         engine.queue.add(named("runs"), 0)
     engine.abort("gone")
@@ -111,12 +115,12 @@ def test_every_request_gets_exactly_one_answer(overlapped: bool) -> None:
     engine.abort("nobody")
     now[0] = 6
     found = drain(engine)
-    ends = {name: str(output.finish) for name, output in found.items()}
-    expected = {"wrong": "reject", "late": "abort", "gone": "abort", "runs": "done"}
+    ends = {name: str(output.finish_reason) for name, output in found.items()}
+    expected = {"wrong": "reject", "late": "abort", "gone": "abort", "runs": "stop"}
     assert ends == expected | {"full": "reject"}
-    assert "user_id: 99 is unknown" in found["wrong"].message
-    assert "max_queue_requests" in found["full"].message
-    engine.submit(named("runs"))  # its name is free again
+    assert "user_id: 99 is unknown" in (found["wrong"].error or "")
+    assert "max_queue_requests" in (found["full"].error or "")
+    engine.submit(named("runs").asked())  # its name is free again
     assert set(drain(engine)) == {"runs"}
 
 
@@ -124,8 +128,8 @@ def test_damaged_weights_are_errors_not_scores() -> None:
     model = tiny_model()
     engine = RankingEngine(model)
     model.dense.tensors["positions"].fill_(torch.nan)  # type: ignore[index]
-    engine.submit(named("nan"))
-    assert drain(engine)["nan"].finish == "error"
+    engine.submit(named("nan").asked())
+    assert drain(engine)["nan"].finish_reason == "error"
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -139,15 +143,16 @@ def test_a_batch_that_does_not_fit_fails_alone_and_any_other_fault_ends_the_engi
             raise fault
 
         monkeypatch.setattr(engine.model, "launch", launch)
-        engine.submit(named("fails"))
+        engine.submit(named("fails").asked())
 
     for fault in (torch.OutOfMemoryError("CUDA out of memory"), EmbeddingError("no such row")):
         fail_with(fault)
         found = drain(engine)["fails"]
-        assert (found.finish, found.code) == ("error", "failed") and str(fault) in found.message
+        assert (found.finish_reason, found.stop_reason) == ("error", "failed")
+        assert str(fault) in (found.error or "")
     monkeypatch.undo()
-    engine.submit(named("runs"))
-    assert drain(engine)["runs"].finish == "done"
+    engine.submit(named("runs").asked())
+    assert drain(engine)["runs"].finish_reason == "stop"
     fail_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step()
@@ -162,7 +167,7 @@ def test_batches_are_bounded_by_tokens_and_by_the_steps_time() -> None:
     queue.meter.observe(flops, 2.4e6)  # two of them fit a third of 15 ms
     assert [w.request.request_id for w in queue.take(0)[0]] == ["3", "4"]
     refused = queue.add(named("wide", 45, 1), 0)
-    assert refused is not None and "max_batch_tokens" in refused.message
+    assert refused is not None and "max_batch_tokens" in (refused.error or "")
 
 
 def simulate(limits: BatchLimits, rate: float, count: int) -> list[float]:
@@ -208,7 +213,8 @@ def test_a_warm_engine_knows_its_rate_and_has_counted_nothing() -> None:
     engine = RankingEngine(tiny_model(), limits, clock=lambda: next(times))
     engine.warm_up()
     assert 0 < engine.queue.meter.ns_per_flop < 1e-3
-    assert engine.stats() == RankStats() and not engine.has_work()
+    stats = engine.stats()
+    assert not stats.num_finished and not any(stats.figures.values()) and not engine.has_work()
 
 
 def test_a_batch_that_does_not_fit_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +241,11 @@ def test_a_requests_time_is_in_the_queue_or_in_its_batch() -> None:
     limits = BatchLimits(max_batch_requests=1)
     engine = RankingEngine(tiny_model(), limits, lambda: next(times), overlapped=True)
     for index, name in enumerate("abc"):
-        engine.submit(named(name))
+        engine.submit(named(name).asked())
         assert next(times) == 10 * index + 5
     while engine.has_work():
         for answer in engine.step():
             came = 10 * "abc".index(answer.request_id)
-            assert came + answer.queued_ns + answer.run_ns == engine._collected_ns
+            assert isinstance(answer.delta, Scores)
+            took_ns = 1e6 * (answer.delta.queue_ms + answer.delta.run_ms)
+            assert came + took_ns == pytest.approx(engine._collected_ns)

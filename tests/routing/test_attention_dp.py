@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_events import Cleared, Dump, EventBatch, EventPublisher, Removed, Stored
-from tokenmill.core.types import Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.routing.attention_dp import (
     ContextBalancer,
     Outlook,
@@ -202,7 +203,7 @@ def make(num_blocks: int = 16, chunked: bool = True) -> Scheduler:
 def add(scheduler: Scheduler, name: str, length: int, kv_from: str | None = None) -> None:
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     prompt = [sum(name.encode()) + i for i in range(length)]
-    scheduler.add(Request(name, prompt, sampling, kv_from=kv_from))
+    scheduler.add(Request(name, Generate(prompt, sampling, kv_from=kv_from)))
 
 
 def step(scheduler: Scheduler, hold: bool = False) -> dict[str, int]:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from fake_runner import EOS, VOCAB, FakeRunner, Launched, expected
+from scheduler_cases import asked
 from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv import PREFILLED, KVNotice
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.routing.disaggregation import DisaggregationRule, place_prefill
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
@@ -79,7 +81,7 @@ class Side:
 def request(name: str, length: int, seed: int, **options: Any) -> Request:
     source = random.Random(seed)
     sampling = SamplingParams(temperature=0.0, max_tokens=options.pop("max_tokens", 20))
-    return Request(name, [source.randrange(VOCAB) for _ in range(length)], sampling, **options)
+    return asked(name, [source.randrange(VOCAB) for _ in range(length)], sampling, **options)
 
 
 def copy_block(source: Side, target: Side, there: int, here: int) -> None:
@@ -167,11 +169,10 @@ def test_any_order_of_chunks_arrivals_aborts_and_failures(seed: int, fault_rate:
     for i in range(30):
         one = request(f"r{i}", source.randrange(1, 30), source.randrange(12))
         requests[one.request_id] = one
-        common = (one.request_id, one.prompt_token_ids, one.sampling)
         kind = source.random()
         if kind < 0.7:
-            pair.prefill.scheduler.add(Request(*common, hold_kv_s=1000.0))
-            pair.decode.scheduler.add(Request(*common, kv_from="p"))
+            pair.prefill.scheduler.add(one.with_task(hold_kv_s=1000.0))
+            pair.decode.scheduler.add(one.with_task(kv_from="p"))
         else:
             (pair.prefill if kind < 0.8 else pair.decode).scheduler.add(one)
         for _ in range(source.randrange(4)):
@@ -244,7 +245,10 @@ def test_a_step_that_fails_ends_who_waits_for_what_it_was_to_write() -> None:
     prompt = request("writes", 8, 1)
     side.scheduler.add(prompt)
     side.scheduler.add(
-        Request("reads", [*prompt.prompt_token_ids, 1, 2], prompt.sampling, kv_from="p")
+        Request(
+            "reads",
+            Generate([*prompt.task.prompt_token_ids, 1, 2], prompt.task.sampling, kv_from="p"),
+        )
     )
     batch = side.schedule()
     (reads,) = side.scheduler.admission.take_to_receive()

@@ -8,7 +8,8 @@ import pytest
 
 from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Scheduler
 
@@ -24,7 +25,7 @@ def scheduler(num_blocks: int) -> Scheduler:
 
 def request(number: int, rng: random.Random) -> Request:
     sampling = SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True)
-    return Request(f"{number:03}", [0] * rng.randint(1, 30), sampling)
+    return Request(f"{number:03}", Generate([0] * rng.randint(1, 30), sampling))
 
 
 def step(one: Scheduler, hold: bool) -> Chosen:
@@ -80,6 +81,6 @@ def test_what_counts_every_step_has_no_such_run() -> None:
     one = scheduler(64)
     assert one.decode_only_run(8) is None, "nothing runs"
     sampling = SamplingParams(max_tokens=9, ignore_eos=True)
-    one.add(Request("late", [0] * 3, sampling, deadline_ns=10**9))
+    one.add(Request("late", Generate([0] * 3, sampling), deadline_ns=10**9))
     step(one, False)
     assert one.decode_only_run(8) is None, "it may be overdue in any step"

@@ -9,7 +9,8 @@ import pytest
 from scheduler_cases import distinct, make, request, sampled, step
 from scheduler_integrity import check_scheduler
 from tokenmill.core.images import ImageInput, ImageSpan
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.sched.scheduler import Scheduler
 
 PAD = 9
@@ -166,7 +167,7 @@ def test_whatever_waits_for_room_gets_it(parts: dict[str, int]) -> None:
         contents -= set(batch.dropped_images)
         for seq, num_new in batch.items:
             first = seq.num_computed_tokens
-            for span in seq.request.images:
+            for span in seq.request.task.images:
                 if span.offset < first + num_new and span.end > first:
                     contents.add(span.image.content_hash)
         held = max(held, len(contents))

@@ -15,7 +15,8 @@ from kv.at_once import without_threads
 from scheduler_integrity import check_host_tier, check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.offloading import KVTiers
@@ -136,7 +137,9 @@ def test_what_comes_back_is_what_left(
         text, salt = source.choice(texts), source.choice(["", "", "s"])
         sampling = SamplingParams(max_tokens=source.randrange(1, 12), ignore_eos=True)
         prompt = text[: source.choice([3, 11, 19, 27, 39])]
-        request = Request(str(number), prompt, sampling, arrival_ns=number, cache_salt=salt)
+        request = Request(
+            str(number), Generate(prompt, sampling, cache_salt=salt), arrival_ns=number
+        )
         asked[str(number)], answers[str(number)] = request, []
         engine.submit(request)
         for _ in range(source.randrange(8)):
@@ -200,7 +203,7 @@ def serve(
 
 def ask(engine: LanguageEngine, name: str, prompt: list[int], max_tokens: int = 1) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    engine.submit(Request(name, prompt, sampling))
+    engine.submit(Request(name, Generate(prompt, sampling)))
 
 
 def finish(engine: LanguageEngine) -> dict[str, int]:
@@ -242,7 +245,7 @@ def test_a_prefix_is_on_the_device_before_its_request_has_a_place(tmp_path: Path
 
 
 def sequence(scheduler: Scheduler, prompt: list[int]) -> Seq:
-    return scheduler.limits.sequence(Request("probe", prompt, SamplingParams()), 0, EOS)
+    return scheduler.limits.sequence(Request("probe", Generate(prompt, SamplingParams())), 0, EOS)
 
 
 def stats_tokens(scheduler: Scheduler) -> int:

@@ -9,14 +9,8 @@ import pytest
 from fake_runner import FakeRunner, expected
 from scheduler_cases import GO_ON, VARIANTS, distinct, make, many_requests, request, sampled, step
 from scheduler_integrity import check_scheduler
-from tokenmill.core.types import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StepResult,
-    TokenLogprobs,
-)
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams, StepResult, TokenLogprobs
 from tokenmill.sched.cache.blocks import block_hashes
 from tokenmill.sched.scheduler import Scheduler
 
@@ -266,7 +260,7 @@ def test_blocks_computed_again_after_eviction_are_cached_again() -> None:
         step(scheduler)
     scheduler.abort("a")
     assert step(scheduler) == {"b": 13}
-    scheduler.add(Request("c", scheduler._queues.get("b").token_ids[:12], GO_ON))
+    scheduler.add(Request("c", Generate(scheduler._queues.get("b").token_ids[:12], GO_ON)))
     assert step(scheduler) == {"b": 1, "c": 4}
 
 

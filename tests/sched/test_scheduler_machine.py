@@ -28,7 +28,8 @@ from fake_runner import EOS, VOCAB, FakeRunner, Launched, Row, expected
 from scheduler_integrity import check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.sched.cache import blocks
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.scheduler import Batch, Scheduler
@@ -141,7 +142,7 @@ class Session:
 
     def wants_prompt_logprobs(self) -> bool:
         live = self.requests.keys() - self.ends.keys()
-        return any(self.requests[name].sampling.prompt_logprobs is not None for name in live)
+        return any(self.requests[name].task.sampling.prompt_logprobs is not None for name in live)
 
     def check_batch(self, held: bool) -> None:
         batch, stats = self.batch, self.scheduler.stats()
@@ -247,7 +248,7 @@ class Session:
             assert request_id not in self.ends, "an output follows the terminal one"
             request = self.requests[request_id]
             assert output.token_ids or output.finish_reason is not None
-            if output.token_ids and request.sampling.prompt_logprobs is not None:
+            if output.token_ids and request.task.sampling.prompt_logprobs is not None:
                 self.check_prompt_logprobs(request, output)
             self.tokens[request_id] += output.token_ids
             if output.finish_reason is not None:
@@ -255,7 +256,7 @@ class Session:
                 self.check_end(request, output)
 
     def check_prompt_logprobs(self, request: Request, output: RequestOutput) -> None:
-        prompt = request.prompt_token_ids
+        prompt = request.task.prompt_token_ids
         if self.tokens[request.request_id]:
             assert output.prompt_logprobs is None
             return
@@ -373,12 +374,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sampling = replace(sampling, prompt_logprobs=None)
             request = Request(
                 f"r{order}",
-                fields["stem"][: fields["shared"]] + fields["tail"],
-                sampling,
-                fields["priority"],
+                Generate(
+                    fields["stem"][: fields["shared"]] + fields["tail"],
+                    sampling,
+                    cache_salt=fields["salt"],
+                ),
+                priority=fields["priority"],
                 arrival_ns=order,
                 deadline_ns=None if timeout is None else session.now_ns + timeout,
-                cache_salt=fields["salt"],
             )
             session.submit(request)
 
@@ -444,7 +447,11 @@ def test_a_long_random_run_meets_every_situation(overlap: bool) -> None:
         stem = [1 + order % 3] * 24
         prompt = stem[: rng.randrange(24)] + [rng.randrange(VOCAB) for _ in range(8)]
         sampling = SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True)
-        session.submit(Request(f"r{order}", prompt, sampling, rng.randrange(3), order))
+        session.submit(
+            Request(
+                f"r{order}", Generate(prompt, sampling), priority=rng.randrange(3), arrival_ns=order
+            )
+        )
         for _ in range(rng.randrange(12)):
             session.turn()
             cached += [seq.num_cached_tokens for seq, _ in session.batch.items]
@@ -484,7 +491,7 @@ def random_request(rng: random.Random, session: Session) -> Request:
     stem = rng.choice([[1] * 12, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]])
     if session.requests and rng.random() < 0.3:
         name = rng.choice(list(session.requests))
-        stem = session.requests[name].prompt_token_ids + session.tokens[name]
+        stem = session.requests[name].task.prompt_token_ids + session.tokens[name]
     sampling = SamplingParams(
         max_tokens=rng.choice([20, 9, 4, None]),
         min_tokens=rng.randint(0, 4),
@@ -494,12 +501,14 @@ def random_request(rng: random.Random, session: Session) -> Request:
     )
     return Request(
         f"r{order}",
-        stem[: rng.choice([8, 4, 6, 12, 0, 30])] + rng.choice([[], [3], [4, 5, 6]]),
-        sampling,
-        rng.choice([0, -1, 1]),
-        order,
+        Generate(
+            stem[: rng.choice([8, 4, 6, 12, 0, 30])] + rng.choice([[], [3], [4, 5, 6]]),
+            sampling,
+            cache_salt=rng.choice(["", "", "", "s"]),
+        ),
+        priority=rng.choice([0, -1, 1]),
+        arrival_ns=order,
         deadline_ns=session.now_ns + rng.choice([0, 15]) if rng.random() < 0.1 else None,
-        cache_salt=rng.choice(["", "", "", "s"]),
     )
 
 
@@ -576,7 +585,7 @@ def num_preemptions(rng: random.Random, runner_type: type[FakeRunner]) -> int:
     for i in range(rng.randint(2, 6)):
         prompt = [rng.randrange(5) for _ in range(rng.randint(1, 8))]
         sampling = SamplingParams(max_tokens=rng.randint(4, 24), ignore_eos=True)
-        session.add(Request(str(i), prompt, sampling, arrival_ns=i))
+        session.add(Request(str(i), Generate(prompt, sampling), arrival_ns=i))
     while session.has_work():
         batch = session.schedule(0)
         session.update(batch, runner.run(batch))

@@ -9,12 +9,8 @@ import pytest
 from fake_runner import FakeRunner, Launched, expected
 from scheduler_cases import VARIANTS, distinct, make, many_requests, request, step
 from scheduler_integrity import check_scheduler
-from tokenmill.core.types import (
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    StepResult,
-)
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams, StepResult
 from tokenmill.sched.scheduler import Batch, Scheduler
 from tokenmill.sched.sequence import PENDING
 

@@ -19,7 +19,8 @@ from tokenmill.core.kv_groups import (
     layer_groups,
     plan_groups,
 )
-from tokenmill.core.types import FinishReason, Request, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams, StepResult
 from tokenmill.engine.rerun import run_in_parts
 from tokenmill.models import spec_of
 from tokenmill.sched.cache.blocks import BlockPool
@@ -61,7 +62,9 @@ def test_a_sequence_of_8k_tokens_holds_its_window() -> None:
     pool = BlockPool(8448 // size + 2 * sliding.most_blocks(budget, size), size, True, sliding)
     config = SchedulerConfig(max_num_batched_tokens=budget, max_model_len=8448)
     scheduler = Scheduler(config, pool, EOS)
-    scheduler.add(Request("r", list(range(8192)), SamplingParams(max_tokens=100, ignore_eos=True)))
+    scheduler.add(
+        Request("r", Generate(list(range(8192)), SamplingParams(max_tokens=100, ignore_eos=True)))
+    )
     while scheduler.has_work():
         batch = scheduler.schedule(0)
         ((seq, num_new),) = batch.items
@@ -94,16 +97,18 @@ def test_a_hit_is_as_long_as_both_kinds_of_layers_know() -> None:
     scheduler = Scheduler(SchedulerConfig(max_model_len=100), pool, EOS)
     runner = FakeRunner(64, 2, sliding=pool.sliding)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1]
-    assert finish(scheduler, runner, Request("start", prompt[:7], ONE_TOKEN)) == 0
-    assert finish(scheduler, runner, Request("a", prompt, ONE_TOKEN)) == 6
-    assert finish(scheduler, runner, Request("b", prompt, ONE_TOKEN)) == 10
+    assert finish(scheduler, runner, Request("start", Generate(prompt[:7], ONE_TOKEN))) == 0
+    assert finish(scheduler, runner, Request("a", Generate(prompt, ONE_TOKEN))) == 6
+    assert finish(scheduler, runner, Request("b", Generate(prompt, ONE_TOKEN))) == 10
     full = [pool._by_hash[h] for h in pool.cached_hashes()]
     pool.forget(pool.beside(full[3]))  # tokens 6 and 7: seen after 8, 10
-    assert finish(scheduler, runner, Request("c", prompt, ONE_TOKEN)) == 6
-    assert finish(scheduler, runner, Request("d", prompt, ONE_TOKEN)) == 10  # c has put it back
+    assert finish(scheduler, runner, Request("c", Generate(prompt, ONE_TOKEN))) == 6
+    assert (
+        finish(scheduler, runner, Request("d", Generate(prompt, ONE_TOKEN))) == 10
+    )  # c has put it back
     for block in full:
         pool.forget(pool.beside(block))
-    assert finish(scheduler, runner, Request("e", prompt, ONE_TOKEN)) == 0
+    assert finish(scheduler, runner, Request("e", Generate(prompt, ONE_TOKEN))) == 0
     assert len(pool.cached_hashes()) == len(full), "events tell of full layers alone"
 
 
@@ -114,13 +119,19 @@ def test_what_a_failed_batch_had_to_write_behind_the_window_is_not_read(read: bo
     config = SchedulerConfig(max_num_batched_tokens=8, max_model_len=100)
     scheduler = Scheduler(config, pool, EOS)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]
-    finish(scheduler, FakeRunner(64, 2, sliding=pool.sliding), Request("a", prompt, ONE_TOKEN))
+    finish(
+        scheduler,
+        FakeRunner(64, 2, sliding=pool.sliding),
+        Request("a", Generate(prompt, ONE_TOKEN)),
+    )
     pool.forget([page for pages in list(pool._beside.values()) for page in pages])
-    scheduler.add(Request("writer", [*prompt[:6], 9, 9, 9, 9, 9, 9], ONE_TOKEN))  # it branches
+    scheduler.add(
+        Request("writer", Generate([*prompt[:6], 9, 9, 9, 9, 9, 9], ONE_TOKEN))
+    )  # it branches
     first = scheduler.schedule(0)
     scheduler.advance(first)
     if read:
-        scheduler.add(Request("reader", [*prompt[:6], 5], ONE_TOKEN))
+        scheduler.add(Request("reader", Generate([*prompt[:6], 5], ONE_TOKEN)))
     second = scheduler.schedule(0)
     items = [("reader", 1), ("writer", 4)] if read else [("writer", 4)]
     assert [(seq.request_id, num_new) for seq, num_new in second.items] == items
@@ -135,10 +146,14 @@ def test_a_part_of_a_failed_step_runs_after_the_windows_that_it_reads() -> None:
     pool = BlockPool(64, 2, True, Sliding(4, 1))
     scheduler = Scheduler(SchedulerConfig(max_model_len=100), pool, EOS)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1]
-    finish(scheduler, FakeRunner(64, 2, sliding=pool.sliding), Request("a", prompt, ONE_TOKEN))
+    finish(
+        scheduler,
+        FakeRunner(64, 2, sliding=pool.sliding),
+        Request("a", Generate(prompt, ONE_TOKEN)),
+    )
     pool.forget([page for pages in list(pool._beside.values()) for page in pages])
-    scheduler.add(Request("writer", prompt, ONE_TOKEN))
-    scheduler.add(Request("reader", prompt, ONE_TOKEN))
+    scheduler.add(Request("writer", Generate(prompt, ONE_TOKEN)))
+    scheduler.add(Request("reader", Generate(prompt, ONE_TOKEN)))
     batch = scheduler.schedule(0)
     assert [(seq.request_id, new) for seq, new in batch.items] == [("reader", 1), ("writer", 11)]
     ran: list[str] = []

@@ -8,7 +8,8 @@ from fake_runner import EOS, VOCAB, FakeRunner, digests, next_token
 from scheduler_integrity import check_points, check_scheduler
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv_groups import Sliding
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.cache.start_points import OWNERS, StartPoints
 from tokenmill.sched.scheduler import Scheduler
@@ -36,7 +37,7 @@ class Chats:
         first = self._num_asked
         for place, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=answer + 8 * place, ignore_eos=True)
-            self.scheduler.add(Request(str(self._num_asked), list(prompt), sampling))
+            self.scheduler.add(Request(str(self._num_asked), Generate(list(prompt), sampling)))
             self._num_asked += 1
         found = {}
         while self.scheduler.has_work():

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 import torch
 
+from tokenmill.core.requests import Engine, Generate, Request, RequestOutput
 from tokenmill.core.specs.wan import TINY
-from tokenmill.core.types import Engine, FinishReason, ModelLoadError, Request, RequestOutput
-from tokenmill.core.video import Video, VideoParams
+from tokenmill.core.tasks import TaskProgress, Video, VideoFrames
+from tokenmill.core.types import FinishReason, ModelLoadError
+from tokenmill.core.video import VideoParams
 from tokenmill.layers.linear import ComputeType
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.models.checkpoints.weights import RandomTensor
@@ -33,7 +35,7 @@ def pipeline() -> Pipeline:
 
 
 def job(name: str = "a", params: VideoParams = PARAMS, **more: object) -> Request:
-    return Request(name, [5, 6, 7], video=params, **more)  # type: ignore[arg-type]
+    return Request(name, Video([5, 6, 7], params), **more)  # type: ignore[arg-type]
 
 
 def run(engine: Engine) -> dict[str, list[RequestOutput]]:
@@ -44,10 +46,10 @@ def run(engine: Engine) -> dict[str, list[RequestOutput]]:
     return found
 
 
-def video(pipeline: Pipeline, params: VideoParams = PARAMS) -> Video:
+def video(pipeline: Pipeline, params: VideoParams = PARAMS) -> VideoFrames:
     engine = VideoEngine(pipeline)
     engine.submit(job(params=params))
-    made = run(engine)["a"][-1].video
+    made = run(engine)["a"][-1].delta
     assert made is not None
     return made
 
@@ -56,11 +58,12 @@ def test_a_job_steps_to_its_video_and_its_progress_is_true(pipeline: Pipeline) -
     engine = VideoEngine(pipeline)
     engine.submit(job())
     outputs = run(engine)["a"]
-    # Four denoising steps, then two latent frames, which are one step together.
-    expected = [steps / 5 for steps in (1, 2, 3, 4, 4.5, 5)]
-    assert [output.progress for output in outputs] == pytest.approx(expected)
+    # Four denoising steps, then two latent frames, which are one step together; then the video.
+    expected = [steps / 5 for steps in (1, 2, 3, 4, 4.5)]
+    shares = [o.delta.share for o in outputs if isinstance(o.delta, TaskProgress)]
+    assert shares == pytest.approx(expected)
     assert [output.finish_reason for output in outputs] == [None] * 5 + [FinishReason.STOP]
-    made = outputs[-1].video
+    made = outputs[-1].delta
     assert made is not None and len(made.data) == 5 * 16 * 32 * 3
     assert len(set(made.data)) > 32  # not one colour
     assert set(made.seconds) == {"text", "load", "denoise", "decode"}
@@ -75,7 +78,7 @@ def test_same_seed_same_pixels_whatever_ran_before_or_waits_beside(pipeline: Pip
     other = replace(PARAMS, seed=7, size=(16, 32), num_frames=9, guidance_scale=1.0)
     for name, params in (("b", other), ("a", PARAMS), ("c", other), ("d", PARAMS)):
         engine.submit(job(name, params))
-    found = {name: outputs[-1].video for name, outputs in run(engine).items()}
+    found = {name: outputs[-1].delta for name, outputs in run(engine).items()}
     data = {name: made.data for name, made in found.items() if made is not None}
     assert data["a"] == data["d"] == alone
     assert data["b"] == data["c"] != video(pipeline, replace(other, seed=8)).data
@@ -99,9 +102,9 @@ def test_an_abort_ends_a_job_between_steps(pipeline: Pipeline) -> None:
     found = run(engine)
     assert [len(found[name]) for name in "abc"] == [1, 6, 1]
     assert found["a"][0].finish_reason is FinishReason.ABORT
-    assert found["a"][0].progress == pytest.approx(0.2)
+    assert found["a"][0].delta == TaskProgress(pytest.approx(0.2))
     assert found["c"][0].finish_reason is FinishReason.ABORT
-    made = found["b"][-1].video
+    made = found["b"][-1].delta
     assert made is not None and made.data == video(pipeline).data
     assert engine.stats().num_finished == {"abort": 2, "stop": 1}
 
@@ -133,7 +136,7 @@ def test_jobs_and_videos_travel_to_and_from_workers(pipeline: Pipeline) -> None:
     request = job()
     sent = msgspec.msgpack.encode(Submit([request]))
     assert msgspec.msgpack.decode(sent, type=Submit).requests == [request]
-    output = RequestOutput("a", [], finish_reason=FinishReason.STOP, video=video(pipeline))
+    output = RequestOutput("a", [], finish_reason=FinishReason.STOP, delta=video(pipeline))
     answered = msgspec.msgpack.encode(Outputs([output]))
     assert msgspec.msgpack.decode(answered, type=Outputs).outputs == [output]
 
@@ -162,7 +165,7 @@ def test_out_of_memory_ends_that_job_alone(
     assert (ended.request_id, ended.finish_reason) == ("a", FinishReason.ERROR)
     assert ended.stop_reason == "out_of_memory"
     assert ended.error is not None and "5 frames of 32x16 do not fit the memory" in ended.error
-    made = run(engine)["b"][-1].video
+    made = run(engine)["b"][-1].delta
     assert made is not None and made.data == video(pipeline).data
 
 
@@ -179,7 +182,7 @@ def test_a_job_that_waits_holds_no_noise_and_ends_alone_where_it_does_not_fit(
         engine.submit(job("b"))
         (ended,) = engine.step()
     assert (ended.request_id, ended.stop_reason) == ("a", "out_of_memory")
-    made = run(engine)["b"][-1].video
+    made = run(engine)["b"][-1].delta
     assert made is not None and made.data == video(pipeline).data
 
 
@@ -269,7 +272,7 @@ def test_the_step_cache_skips_steps_and_zero_is_off(pipeline: Pipeline) -> None:
 
 @torch.inference_mode()
 def latents(pipeline: Pipeline, params: VideoParams) -> torch.Tensor:
-    job = VideoJob(Request("a", [5, 6, 7], video=params), pipeline)
+    job = VideoJob(Request("a", Video([5, 6, 7], params)), pipeline)
     for _ in range(params.num_steps):
         next(job.steps)
     assert job.latents is not None
@@ -295,9 +298,9 @@ def test_a_fixed_latent_takes_the_place_of_the_seed(pipeline: Pipeline, tmp_path
     assert "cannot be read" in rejected(pipeline, fixed)
 
 
-def rejected(pipeline: Pipeline, params: VideoParams | None) -> str:
+def rejected(pipeline: Pipeline, params: VideoParams) -> str:
     engine = VideoEngine(pipeline)
-    engine.submit(Request("a", [5], video=params))
+    engine.submit(Request("a", Video([5], params)))
     (output,) = engine.step()
     assert output.finish_reason is FinishReason.REJECT and output.error
     return output.error
@@ -322,7 +325,11 @@ def test_wrong_jobs_are_rejected(pipeline: Pipeline, changes: dict[str, object],
 
 
 def test_a_text_request_is_rejected(pipeline: Pipeline) -> None:
-    assert "this engine makes videos" in rejected(pipeline, None)
+    engine = VideoEngine(pipeline)
+    engine.submit(Request("a", Generate([5, 6, 7])))
+    (end,) = run(engine)["a"]
+    assert end.finish_reason is FinishReason.REJECT
+    assert "this engine makes videos" in (end.error or "")
 
 
 def test_the_tiny_shape_has_both_experts() -> None:

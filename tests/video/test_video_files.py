@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
 from tokenmill.__main__ import run
+from tokenmill.core.requests import Request
 from tokenmill.core.specs.wan import TINY
-from tokenmill.core.types import ModelLoadError, Request, TokenmillError
-from tokenmill.core.video import Video, VideoParams, byte_token_ids, clean_prompt
+from tokenmill.core.tasks import Video, VideoFrames
+from tokenmill.core.types import ModelLoadError, TokenmillError
+from tokenmill.core.video import VideoParams, byte_token_ids, clean_prompt
 from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint, open_wan
 from tokenmill.video.pipeline import build_pipeline
 from tokenmill.video.video_engine import VideoEngine
@@ -99,9 +101,9 @@ def test_a_folder_gives_the_frames_of_diffusers(
         negative_token_ids=(1, 2, 3, 4),
     )
     engine = VideoEngine(pipeline)
-    engine.submit(Request("a", [7, 8, 9], video=params))
+    engine.submit(Request("a", Video([7, 8, 9], params)))
     outputs = [output for _ in range(8) for output in engine.step()]
-    made = outputs[-1].video
+    made = outputs[-1].delta
     assert made is not None
     text = pipeline.encode([[7, 8, 9], [1, 2, 3, 4]])
     expected = diffusers_pipeline(
@@ -187,7 +189,7 @@ def test_tensors_of_an_expert_that_would_not_be_used_are_named(
 def test_mp4_and_png_hold_the_frames(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 32, dtype=np.uint8)
     pixels = np.stack([np.full((16, 32, 3), ramp[:, None]) // (n + 1) for n in range(6)])
-    video = Video(32, 16, 8, 6, pixels.tobytes())
+    video = VideoFrames(32, 16, 8, 6, pixels.tobytes())
     write_video(video, tmp_path / "frames")
     found = [np.asarray(Image.open(file)) for file in sorted((tmp_path / "frames").iterdir())]
     assert np.array_equal(np.stack(found), pixels)
@@ -200,7 +202,7 @@ def test_mp4_and_png_hold_the_frames(tmp_path: Path) -> None:
 
 def test_frames_are_written_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed
-    video = Video(32, 16, 8, 2, bytes(range(256)) * 12)
+    video = VideoFrames(32, 16, 8, 2, bytes(range(256)) * 12)
     check_target(tmp_path / "frames")
     write_video(video, tmp_path / "frames")
     second = np.asarray(Image.open(tmp_path / "frames" / "frame-0002.png"))

@@ -12,14 +12,14 @@ import torch
 from light_ranks import start_light_ranks
 from tokenmill.__main__ import run
 from tokenmill.core.config import ModelConfig
+from tokenmill.core.requests import Request, RequestOutput
 from tokenmill.core.specs.wan import A14B, TINY
+from tokenmill.core.tasks import Video
 from tokenmill.core.types import (
     FinishReason,
     InvalidRequestError,
     ModelLoadError,
     RanksLostError,
-    Request,
-    RequestOutput,
 )
 from tokenmill.core.video import VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
@@ -36,7 +36,7 @@ BOUND = 1e-5  # of the latents, whose values are about 1: sums of another number
 
 
 def job(name: str, params: VideoParams = PARAMS, **more: object) -> Request:
-    return Request(name, [5, 6, 7], video=params, **more)  # type: ignore[arg-type]
+    return Request(name, Video([5, 6, 7], params), **more)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def outputs(pipeline: Pipeline, *requests: Request) -> dict[str, RequestOutput]:
 
 
 def pixels(output: RequestOutput) -> torch.Tensor:
-    assert output.video is not None
-    return torch.frombuffer(bytearray(output.video.data), dtype=torch.uint8).int()
+    assert output.delta is not None
+    return torch.frombuffer(bytearray(output.delta.data), dtype=torch.uint8).int()
 
 
 @torch.inference_mode()
@@ -100,7 +100,7 @@ def test_a_prompt_on_each_of_two_ranks_is_one_prompt_after_the_other(alone: Pipe
         assert torch.equal(made(pipeline)[0], made(apart)[0])
         cached = replace(PARAMS, num_steps=8, step_cache=10.0)
         found, expected = (outputs(each, job("a", cached))["a"] for each in (pipeline, apart))
-        assert found.video is not None and found.video.num_skipped == 5
+        assert found.delta is not None and found.delta.num_skipped == 5
         assert (pixels(found) - pixels(expected)).abs().max() <= 1
 
 

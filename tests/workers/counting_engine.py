@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput, TokenmillError
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import EngineStats, FinishReason, TokenmillError
 from tokenmill.workers.joining.joiner import Membership
 from tokenmill.workers.joining.protocol import read_token
 from tokenmill.workers.messages import ModelFacts
@@ -35,10 +36,10 @@ class CountingEngine:
         self.num_steps = 0
 
     def submit(self, request: Request) -> None:
-        if request.prompt_token_ids[:1] == [REFUSE]:
+        if request.task.prompt_token_ids[:1] == [REFUSE]:
             self._finish(request.request_id, FinishReason.REJECT, "queue_full")
         else:
-            self.live[request.request_id] = (request, len(request.output_token_ids))
+            self.live[request.request_id] = (request, len(request.task.output_token_ids))
 
     def abort(self, request_id: str) -> None:
         if self.live.pop(request_id, None) is not None:
@@ -52,9 +53,9 @@ class CountingEngine:
         time.sleep(self.step_s * bool(self.live))
         outputs, self.finished = self.finished, []
         for request_id, (request, count) in list(self.live.items()):
-            if request.prompt_token_ids[:1] == [CRASH]:
+            if request.task.prompt_token_ids[:1] == [CRASH]:
                 raise RuntimeError("the counter jammed")
-            if request.prompt_token_ids[:1] == [EXIT] and count:
+            if request.task.prompt_token_ids[:1] == [EXIT] and count:
                 time.sleep(0.05)  # what was said before is on its way
                 os._exit(7)
             outputs.append(self._next(request_id, request, count))
@@ -64,7 +65,7 @@ class CountingEngine:
         return EngineStats(num_running=len(self.live), num_steps=self.num_steps)
 
     def _next(self, request_id: str, request: Request, count: int) -> RequestOutput:
-        last = count + 1 == request.sampling.max_tokens
+        last = count + 1 == request.task.sampling.max_tokens
         if last:
             del self.live[request_id]
         else:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from api.streams import Spawner
 from light_processes import LightProcess, start_program
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.workers.pool import WorkerPool
 
 KV_WORKER = "workers.kv_worker"
@@ -38,7 +39,9 @@ def prompt(length: int, seed: int | str) -> list[int]:
 
 
 def request(name: str, num_tokens: int, prompt: list[int] | None = None) -> Request:
-    return Request(name, prompt or [1], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    return Request(
+        name, Generate(prompt or [1], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    )
 
 
 def states(pool: WorkerPool) -> list[str]:

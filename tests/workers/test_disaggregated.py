@@ -21,7 +21,8 @@ from tokenmill.core.config import (
     SchedulerConfig,
     Setup,
 )
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.build import build_engine
 from tokenmill.engine.choices import resolve_setup
 from tokenmill.routing.role_balance import match_rates
@@ -95,7 +96,7 @@ def requests(tag: str) -> list[Request]:
     cases = [(300, GREEDY), (MIN_TOKENS - 5, GREEDY), (100, SEEDED), (64, GREEDY), (7, SEEDED)]
     cases += [(200, replace(GREEDY, max_tokens=1)), (90, replace(SEEDED, max_tokens=2))]
     return [
-        Request(f"{tag}-{i}", prompt(n, f"{tag} {n}"), sampling)
+        Request(f"{tag}-{i}", Generate(prompt(n, f"{tag} {n}"), sampling))
         for i, (n, sampling) in enumerate(cases)
     ]
 
@@ -169,7 +170,7 @@ def test_one_and_one_answer_as_one_engine(pair: Pair) -> None:
         assert view.transfers == 4 and view.failed_transfers == 0  # not the short, not the single
         assert view.workers[0].routed == 5 and view.workers[1].routed == 7
         assert view.rates is not None
-        num_tokens = sum(len(r.prompt_token_ids) for r in requests("one"))
+        num_tokens = sum(len(r.task.prompt_token_ids) for r in requests("one"))
         assert sum(w.routed_tokens for w in view.workers) == num_tokens
         stats = await pool.stats()
         assert stats.num_prompt_tokens == num_tokens, "a handed-over prompt counts once"
@@ -185,10 +186,10 @@ def test_one_and_one_answer_as_one_engine(pair: Pair) -> None:
 def test_an_abort_on_the_way_frees_both_sides(pair: Pair) -> None:
     async def scenario() -> None:
         pool = pair.pool
-        pool.submit([Request("a", prompt(900, 11), LONG)])
+        pool.submit([Request("a", Generate(prompt(900, 11), LONG))])
         assert pool.open_requests["a"].source is not None
         pool.abort(["a"])
-        pool.submit([Request("b", prompt(900, 12), LONG)])
+        pool.submit([Request("b", Generate(prompt(900, 12), LONG))])
         await until(lambda: told(pool, "b"))
         pool.abort(["b"])
 
@@ -198,7 +199,7 @@ def test_an_abort_on_the_way_frees_both_sides(pair: Pair) -> None:
 def test_a_prefill_worker_killed_on_the_way(pair: Pair) -> None:
     async def scenario() -> None:
         pool, before = pair.pool, pair.pool.view().failed_transfers
-        wanted = [Request(f"k{i}", prompt(900, 50 + i), LONG) for i in range(2)]
+        wanted = [Request(f"k{i}", Generate(prompt(900, 50 + i), LONG)) for i in range(2)]
         checking = pair.check(wanted)
         await until(lambda: told(pool, "k0"))
         kill(pair.prefill)
@@ -216,7 +217,7 @@ def test_a_prefill_worker_killed_on_the_way(pair: Pair) -> None:
 def test_a_decode_worker_killed_in_the_stream(pair: Pair) -> None:
     async def scenario() -> None:
         pool = pair.pool
-        wanted = [Request(f"d{i}", prompt(300, 70 + i), LONG) for i in range(3)]
+        wanted = [Request(f"d{i}", Generate(prompt(300, 70 + i), LONG)) for i in range(3)]
         checking = pair.check(wanted)
         await until(lambda: len(pool.open_requests["d0"].token_ids) > 20)
         kill(pair.decode)  # the only one: the prefill worker goes on with it all
@@ -228,7 +229,7 @@ def test_a_decode_worker_killed_in_the_stream(pair: Pair) -> None:
 
 def test_a_decode_worker_killed_on_the_way(pair: Pair) -> None:
     async def scenario() -> None:
-        wanted = [Request("t", prompt(900, 90), LONG)]
+        wanted = [Request("t", Generate(prompt(900, 90), LONG))]
         checking = pair.check(wanted)
         await until(lambda: told(pair.pool, "t"))
         kill(pair.decode)
@@ -243,7 +244,7 @@ def test_one_and_two_and_two_and_one(pair: Pair) -> None:
         await pool.scale(2, "decode")
         await pair.check(requests("1:2"))
         assert all(w.routed for w in pool.view().workers)
-        running = pair.check([Request("long", prompt(400, 3), LONG)])
+        running = pair.check([Request("long", Generate(prompt(400, 3), LONG))])
         await pool.scale(1, "decode")
         await running
         await pool.scale(2, "prefill")

@@ -18,26 +18,26 @@ from tokenmill.api.front_server import _without_secrets
 from tokenmill.api.keys import Keys
 from tokenmill.core.config import PoolConfig, ServerConfig
 from tokenmill.core.keys.key_ring import KeyRing
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 from tokenmill.routing.load_report import FrontLoad, LoadReport
 from tokenmill.workers.fronts import control_socket, sync_rounds
 from tokenmill.workers.fronts import owner as owner_module
 from tokenmill.workers.fronts.control import (
-    Answer,
-    Ask,
+    AskOwner,
     Connect,
     DeleteResponse,
     Drain,
     FindItem,
     FromFront,
+    FrontHello,
     FrontSetup,
     GetResponse,
     GetTotals,
-    Hello,
     KeepResponse,
     Left,
     Listening,
     OpenCalls,
+    OwnerAnswer,
     Question,
     Sync,
     Synced,
@@ -64,7 +64,7 @@ from tokenmill.workers.messages import (
 )
 from tokenmill.workers.messages import encode as encode_to_worker
 from tokenmill.workers.pool import WorkerPool
-from tokenmill.workers.worker_process import _Loop
+from tokenmill.workers.worker_process import WorkerLoop
 from workers.counting_engine import FACTS
 
 SETUP = FrontSetup(
@@ -121,7 +121,7 @@ class Peer:
                 others(identity, data)
 
         owner._socket.send = send  # type: ignore[method-assign]
-        self.say(Hello(owner._issue(name), "1"))
+        self.say(FrontHello(owner._issue(name), "1"))
 
     def say(self, message: FromFront) -> None:
         self.owner._receive(self.identity, encode(message))
@@ -253,7 +253,7 @@ def test_a_front_that_takes_no_messages_is_ended(
                 socket.connect(owner._socket.address)
                 while not owner._tickets:
                     await asyncio.sleep(0.01)
-                socket.send(encode(Hello(next(iter(owner._tickets)), "1")))
+                socket.send(encode(FrontHello(next(iter(owner._tickets)), "1")))
                 while front.peer is None:
                     await asyncio.sleep(0.01)
                 front.state = "ready"
@@ -286,21 +286,21 @@ def test_a_response_that_is_on_its_way_is_found(question: Question) -> None:
     async def main() -> None:
         async with owning() as owner:
             maker, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, question))
+            asked.say(AskOwner(1, question))
             await until(lambda: maker.of(Sync))
             asked.say(Synced(1))
             maker.say(KEPT)  # it was sent before the client asked, and comes only now
-            assert asked.of(Answer) == []
+            assert asked.of(OwnerAnswer) == []
             maker.say(Synced(1))
-            await until(lambda: asked.of(Answer))
+            await until(lambda: asked.of(OwnerAnswer))
             deletes = isinstance(question, DeleteResponse)
             response = None if deletes else KEPT.payload
-            assert asked.of(Answer) == [Answer(1, response=response, is_deleted=deletes)]
-            maker.say(Ask(2, GetResponse("r", "a")))
+            assert asked.of(OwnerAnswer) == [OwnerAnswer(1, response=response, is_deleted=deletes)]
+            maker.say(AskOwner(2, GetResponse("r", "a")))
             if deletes:
                 await until(lambda: maker.of(Sync)[1:])
             else:
-                await until(lambda: maker.of(Answer))
+                await until(lambda: maker.of(OwnerAnswer))
                 assert len(maker.of(Sync)) == 1, "what is there is not waited for"
 
     asyncio.run(main())
@@ -310,20 +310,20 @@ def test_a_sync_that_began_before_the_question_does_not_count() -> None:
     async def main() -> None:
         async with owning() as owner:
             maker, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, GetResponse("unknown", "a")))
+            asked.say(AskOwner(1, GetResponse("unknown", "a")))
             await until(lambda: maker.of(Sync))
             maker.say(Synced(1))  # and after it the response, which comes late
             for number in (2, 3):
-                asked.say(Ask(number, GetResponse("r", "a")))
+                asked.say(AskOwner(number, GetResponse("r", "a")))
             await asyncio.sleep(0)
             asked.say(Synced(1))
             await until(lambda: len(maker.of(Sync)) == 2)
-            assert asked.of(Answer) == [Answer(1)]
+            assert asked.of(OwnerAnswer) == [OwnerAnswer(1)]
             asked.say(Synced(2))
             maker.say(KEPT)
             maker.say(Synced(2))
-            await until(lambda: len(asked.of(Answer)) == 3)
-            assert {answer.response for answer in asked.of(Answer)[1:]} == {KEPT.payload}
+            await until(lambda: len(asked.of(OwnerAnswer)) == 3)
+            assert {answer.response for answer in asked.of(OwnerAnswer)[1:]} == {KEPT.payload}
             assert len(maker.of(Sync)) == 2, "those who wait share the next one"
 
     asyncio.run(main())
@@ -335,20 +335,20 @@ def test_a_silent_front_delays_a_miss_by_a_bounded_time(monkeypatch: pytest.Monk
     async def main() -> None:
         async with owning() as owner:
             silent, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, GetResponse("r", "a")))
-            await until(lambda: asked.of(Answer))
-            assert asked.of(Answer) == [Answer(1)]
+            asked.say(AskOwner(1, GetResponse("r", "a")))
+            await until(lambda: asked.of(OwnerAnswer))
+            assert asked.of(OwnerAnswer) == [OwnerAnswer(1)]
             monkeypatch.setattr(sync_rounds, "ROUND_S", 2 * GENEROUS_S)
-            asked.say(Ask(2, GetResponse("r", "a")))
+            asked.say(AskOwner(2, GetResponse("r", "a")))
             await until(lambda: len(silent.of(Sync)) == 2)
             asked.say(Synced(2))
             silent.say(Synced(1))  # late: it says nothing of what was sent after it
             await asyncio.sleep(0.01)
-            assert len(asked.of(Answer)) == 1
+            assert len(asked.of(OwnerAnswer)) == 1
             silent.say(KEPT)
             silent.say(Synced(2))
-            await until(lambda: len(asked.of(Answer)) == 2)
-            assert asked.of(Answer)[1].response == KEPT.payload
+            await until(lambda: len(asked.of(OwnerAnswer)) == 2)
+            assert asked.of(OwnerAnswer)[1].response == KEPT.payload
 
     asyncio.run(main())
 
@@ -360,11 +360,11 @@ def test_what_a_front_sent_before_its_end_is_stored(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         async with owning() as owner:
             maker, asked = listening(owner, "f0", "f1")
-            asked.say(Ask(1, GetResponse("unknown", "a")))
+            asked.say(AskOwner(1, GetResponse("unknown", "a")))
             await until(lambda: maker.of(Sync))
             asked.say(Synced(1))
             await owner._gone(owner._fronts["f0"])
-            await until(lambda: asked.of(Answer))  # nobody waits for the dead
+            await until(lambda: asked.of(OwnerAnswer))  # nobody waits for the dead
             maker.say(KEPT)
             maker.say(OpenCalls(5))
             assert owner._responses.size() == (1, len(KEPT.payload))
@@ -493,7 +493,7 @@ def _drop_a_front(address: str) -> None:
     links = FrontLinks(FrontLink(address), FACTS)
     submitted: list[Any] = []
     engine = SimpleNamespace(submit=submitted.append, abort=lambda request_id: None)
-    loop = _Loop(cast(Any, engine), links, None)
+    loop = WorkerLoop(cast(Any, engine), links, None)
 
     def receive(*messages: tuple[str, Any]) -> None:
         found = [(front, encode_to_worker(message)) for front, message in messages]
@@ -501,8 +501,14 @@ def _drop_a_front(address: str) -> None:
         loop._receive(0)
 
     try:
-        receive(("", AddFront("f0.1", f"{address}1")), ("f0.1", Submit([Request("a", [1])])))
-        receive(("", DropFront("f0.1")), ("f0.1", Submit([Request("b", [1])])), ("f0.1", GetKV()))
+        receive(
+            ("", AddFront("f0.1", f"{address}1")), ("f0.1", Submit([Request("a", Generate([1]))]))
+        )
+        receive(
+            ("", DropFront("f0.1")),
+            ("f0.1", Submit([Request("b", Generate([1]))])),
+            ("f0.1", GetKV()),
+        )
         assert [request.request_id for request in submitted] == ["a"]
         assert links._load.report().fronts == {} and not links._listeners
     finally:
@@ -521,9 +527,11 @@ def test_a_worker_tells_how_much_of_a_prefix_fronts_have_counted_twice() -> None
         try:
             for front in ("f0.1", "f1.1"):
                 links.add(front, f"{address}-{front}")
-                links.submitted(front, Submit([Request(front, prompt)], [3 * size], [[7, 8, 9]]))
+                links.submitted(
+                    front, Submit([Request(front, Generate(prompt))], [3 * size], [[7, 8, 9]])
+                )
             assert links._load.report().shared_tokens == 3 * size - 1
-            links.submitted("f1.1", Submit([Request("untold", prompt)], [3 * size]))
+            links.submitted("f1.1", Submit([Request("untold", Generate(prompt))], [3 * size]))
             assert links._load.report().shared_tokens == 3 * size - 1
         finally:
             links.close()
@@ -550,8 +558,8 @@ class Owner:
     def send(self, message: FromFront) -> None:
         self.said.append(message)
 
-    async def ask(self, question: Any) -> Answer:
-        return Answer(0)
+    async def ask(self, question: Any) -> OwnerAnswer:
+        return OwnerAnswer(0)
 
     def addresses(self, worker: str) -> list[str]:
         said = [message for message in self.said if isinstance(message, Connect)]
@@ -600,11 +608,11 @@ def test_a_front_tells_workers_which_blocks_a_request_computes() -> None:
             for worker in ("w0", "w1"):
                 await owner.connect(worker)
             await start
-            front.submit([Request("alone", [1] * 64)])
+            front.submit([Request("alone", Generate([1] * 64))])
             idle = LoadReport({"f0.1": FrontLoad(), "f1.1": FrontLoad()})
             for slot in front.slots.values():
                 front.routers.on_report(slot, idle, time.monotonic_ns())
-            front.submit([Request("one-of-two", [2] * 64)])
+            front.submit([Request("one-of-two", Generate([2] * 64))])
             sent: list[Submit] = []
 
             def has_come() -> bool:

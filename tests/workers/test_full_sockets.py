@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import zmq
 
-from tokenmill.core.types import FinishReason, Request, RequestOutput
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason
 from tokenmill.workers.fronts import control_socket, front_link
 from tokenmill.workers.fronts.control_socket import FrontSocket
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
@@ -59,7 +60,9 @@ def test_a_front_that_takes_no_messages_loses_its_link_alone(
         links = FrontLinks(FrontLink(address), FACTS)
         try:
             links.add("f0.1", f"{address}1")
-            links.submitted("f0.1", Submit([Request(LONG, [1]), Request("short", [1])]))
+            links.submitted(
+                "f0.1", Submit([Request(LONG, Generate([1])), Request("short", Generate([1]))])
+            )
             for _ in range(MANY):
                 links.send_outputs([RequestOutput(LONG, token_ids=[1])])
             links.receive(0)

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import Abort, DisconnectKV
-from tokenmill.workers.open_request import Handover, OpenRequest
+from tokenmill.workers.open_request import OpenHandover, OpenRequest
 from tokenmill.workers.output_stream import OutputStream
 
 
@@ -30,10 +30,10 @@ class Slot:
 
 
 def open_request(source: Slot, target: Slot, told: bool) -> OpenRequest:
-    request = Request("a", [1, 2])
+    request = Request("a", Generate([1, 2]))
     entry = OpenRequest(request, OutputStream(["a"]), 0)
     entry.slot = cast(Any, target)
-    entry.handover = Handover(request, cast(Any, source), told)
+    entry.handover = OpenHandover(request, cast(Any, source), told)
     return entry
 
 

@@ -24,7 +24,8 @@ from api.sim_server import sim_server, wait_until
 from api.streams import GENEROUS_S, read
 from tokenmill import __version__
 from tokenmill.core.config import PoolConfig, SchedulerConfig, ServerConfig
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.workers.joining import listener
 from tokenmill.workers.joining.joiner import Membership
 from tokenmill.workers.joining.protocol import (
@@ -101,7 +102,7 @@ class Pool:
 
     def submit(self, name: str, num_tokens: int = 300):  # type: ignore[no-untyped-def]
         sampling = SamplingParams(max_tokens=num_tokens)
-        return self.pool.submit([Request(name, [1], sampling)])
+        return self.pool.submit([Request(name, Generate([1], sampling))])
 
     def at(self, name: str) -> str:
         """The worker of a request."""
@@ -390,7 +391,7 @@ def test_who_reads_along_learns_neither_prompt_nor_key(
     make_keys = zmq.curve_keypair
     monkeypatch.setattr(zmq, "curve_keypair", curve_keypair)
     prompt = list(range(300, 700))
-    plain = encode(Submit([Request("r", prompt, SamplingParams(), cache_salt="whose")]))
+    plain = encode(Submit([Request("r", Generate(prompt, SamplingParams(), cache_salt="whose"))]))
     assert bytes([205, 1, 44, 205, 1, 45]) in plain and b"whose" in plain
 
     async def main() -> None:
@@ -405,7 +406,9 @@ def test_who_reads_along_learns_neither_prompt_nor_key(
             process = pool.join("--relay", str(file))
             async with asyncio.timeout(GENEROUS_S):
                 await starting
-                request = Request("r", prompt, SamplingParams(max_tokens=3), cache_salt="whose")
+                request = Request(
+                    "r", Generate(prompt, SamplingParams(max_tokens=3), cache_salt="whose")
+                )
                 (output,) = await read(pool.pool.submit([request]))
             assert output.token_ids == [0, 1, 2]
             await pool.pool.close()

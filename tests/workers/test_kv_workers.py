@@ -15,7 +15,8 @@ import pytest
 from light_processes import LightProcess, start_program
 from tiny_configs import write_config
 from tokenmill.core.kv import PREFILLED, KVAddress, KVNotice
-from tokenmill.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.workers.link import WorkerLink
 from tokenmill.workers.messages import (
     Abort,
@@ -100,7 +101,7 @@ class Front:
         request = self.requests.pop(notice.request_id, None)
         if request is not None:
             assert self.source is not None
-            self.decode.link.send(Submit([replace(request, kv_from=self.source.engine_id)]))
+            self.decode.link.send(Submit([request.with_task(kv_from=self.source.engine_id)]))
         self.decode.link.send(KVNotices([notice]))
 
     def on_decode(self, message: FromWorker) -> None:
@@ -122,7 +123,7 @@ class Front:
 
     def send(self, request: Request, hold_s: float = 30.0) -> None:
         self.requests[request.request_id] = request
-        self.prefill.link.send(Submit([replace(request, hold_kv_s=hold_s)]))
+        self.prefill.link.send(Submit([request.with_task(hold_kv_s=hold_s)]))
 
     async def answer(self, request_id: str) -> tuple[list[int], RequestOutput]:
         """All tokens of a request and its terminal output, which is the last."""
@@ -192,8 +193,8 @@ def test_answers_are_those_of_one_worker(pool: WorkerPool) -> None:
         seeded = SamplingParams(temperature=0.8, seed=5, max_tokens=10)
         cases = [(prompt(n, n), GREEDY) for n in (5, 16, 100, 300)] + [(prompt(40), seeded)]
         for i, (tokens, sampling) in enumerate(cases):
-            front.send(Request(f"two-{i}", tokens, sampling))
-            front.prefill.link.send(Submit([Request(f"one-{i}", tokens, sampling)]))
+            front.send(Request(f"two-{i}", Generate(tokens, sampling)))
+            front.prefill.link.send(Submit([Request(f"one-{i}", Generate(tokens, sampling))]))
         for i in range(len(cases)):
             assert (await front.answer(f"two-{i}"))[0] == (await front.answer(f"one-{i}"))[0]
         early = [n for n in front.notices if n.request_id == "two-3" and n.token_id is None]
@@ -205,13 +206,13 @@ def test_answers_are_those_of_one_worker(pool: WorkerPool) -> None:
 
 def test_aborts_and_leases_free_both_sides(pool: WorkerPool) -> None:
     async def scenario(front: Front) -> None:
-        front.send(Request("aborted", prompt(200, 8), replace(GREEDY, max_tokens=500)))
+        front.send(Request("aborted", Generate(prompt(200, 8), replace(GREEDY, max_tokens=500))))
         await front.num_tokens("aborted", 3)
         for worker in (front.prefill, front.decode):
             worker.link.send(Abort(["aborted"]))
         assert (await front.answer("aborted"))[1].finish_reason is FinishReason.ABORT
         front.relay = False  # the front forgets the request, and so does everybody
-        front.send(Request("forgotten", prompt(50, 9), GREEDY), hold_s=0.05)
+        front.send(Request("forgotten", Generate(prompt(50, 9), GREEDY)), hold_s=0.05)
         (expired,) = await front.wait_for(LeasesExpired)
         assert expired.request_ids == ["forgotten"]
         front.relay = True
@@ -234,7 +235,7 @@ def test_workers_that_do_not_match_are_refused_at_start(pool: WorkerPool) -> Non
 def test_a_killed_prefill_worker_costs_the_decode_worker_nothing(pool: WorkerPool) -> None:
     async def scenario(front: Front) -> None:
         assert front.source is not None and front.prefill.process is not None
-        front.send(Request("halfway", prompt(600, 10), GREEDY))
+        front.send(Request("halfway", Generate(prompt(600, 10), GREEDY)))
         while not any(n.request_id == "halfway" for n in front.notices):
             front.changed.clear()
             await front.changed.wait()
@@ -245,7 +246,7 @@ def test_a_killed_prefill_worker_costs_the_decode_worker_nothing(pool: WorkerPoo
         assert (terminal.finish_reason, terminal.stop_reason) == ("error", "kv_transfer")
         front.prefill = front.decode
         await front.unused()
-        front.decode.link.send(Submit([Request("next", prompt(30), GREEDY)]))
+        front.decode.link.send(Submit([Request("next", Generate(prompt(30), GREEDY))]))
         assert len((await front.answer("next"))[0]) == 10
 
     pool.run(scenario)

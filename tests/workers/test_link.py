@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Generate, Request
 from tokenmill.workers import link as link_module
 from tokenmill.workers.link import MAX_AT_ONCE, WorkerLink
 from tokenmill.workers.messages import FromWorker, GetStats, Outputs, Submit, encode
@@ -109,7 +109,7 @@ def test_a_worker_that_takes_no_messages_is_given_up(monkeypatch: pytest.MonkeyP
         async with linked() as (link, _, _), asyncio.timeout(60):
             await asyncio.sleep(0.2)  # it connects
             for number in range(1000):
-                link.send(Submit([Request(f"{number:100000}", [1])]))
+                link.send(Submit([Request(f"{number:100000}", Generate([1]))]))
             await link.dead.wait()
             return link.reason
 

@@ -5,9 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tokenmill.core.types import FinishReason, RequestOutput
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.types import FinishReason
 from tokenmill.workers.messages import OutputPacker, Outputs, decode_from_worker, encode
-from tokenmill.workers.output_stream import OutputStream, Turn
+from tokenmill.workers.output_stream import OutputStream, WriteTurn
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -50,7 +51,7 @@ class Reader:
 
 def test_tokens_pass_the_reader_while_it_waits_and_never_each_other() -> None:
     async def work() -> None:
-        stream = OutputStream(["a"], Turn())
+        stream = OutputStream(["a"], WriteTurn())
         reader = Reader(stream)
         task = asyncio.create_task(reader.run())
         stream.put(0, first(1))
@@ -79,7 +80,7 @@ def test_tokens_pass_the_reader_while_it_waits_and_never_each_other() -> None:
 
 def test_a_fault_ends_its_own_stream_alone() -> None:
     async def work() -> None:
-        turn = Turn()
+        turn = WriteTurn()
         broken, sound = OutputStream(["a"], turn), OutputStream(["b"], turn)
         broken.direct = lambda tokens, now_ns: bool(1 // 0)
         readers = [asyncio.create_task(stream.get()) for stream in (broken, sound)]
@@ -98,7 +99,7 @@ def test_a_fault_ends_its_own_stream_alone() -> None:
 
 def test_tokens_of_an_only_request_are_passed_on_where_they_are_read() -> None:
     async def work() -> None:
-        stream = OutputStream(["a"], Turn())
+        stream = OutputStream(["a"], WriteTurn())
         reader = Reader(stream)
         stream.direct_one = lambda token_ids, now_ns: reader.direct({0: token_ids}, now_ns)
         task = asyncio.create_task(reader.run())
@@ -134,7 +135,7 @@ def test_tokens_of_an_only_request_are_passed_on_where_they_are_read() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_fault_of_an_only_request_ends_its_stream(at_once: bool) -> None:
     async def work() -> None:
-        stream = OutputStream(["a"], Turn())
+        stream = OutputStream(["a"], WriteTurn())
         stream.direct = lambda tokens, now_ns: bool(1 // 0)
         stream.direct_one = lambda token_ids, now_ns: bool(1 // 0)
         reader = asyncio.create_task(stream.get())
@@ -149,7 +150,7 @@ def test_a_fault_of_an_only_request_ends_its_stream(at_once: bool) -> None:
 @pytest.mark.parametrize("has_direct", [True, False])
 def test_an_interval_holds_tokens_back_after_the_first(has_direct: bool) -> None:
     async def work() -> None:
-        stream = OutputStream(["a"], Turn())
+        stream = OutputStream(["a"], WriteTurn())
         reader = Reader(stream)
         if not has_direct:
             stream.direct = None

@@ -23,11 +23,10 @@ from api.sim import BLOCK_SIZE, MAX_MODEL_LEN, make_tokenizer, worker_argv
 from api.streams import GENEROUS_S, Spawner, read, until
 from tokenmill.cli.worker_commands import notes_of
 from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
+from tokenmill.core.requests import Generate, Request, RequestOutput
 from tokenmill.core.types import (
     FinishReason,
     FreeText,
-    Request,
-    RequestOutput,
     SamplingParams,
     StructuredOutput,
     TokenmillError,
@@ -189,7 +188,7 @@ def reasoning(name: str) -> Request:
     free = FreeText(last, opening=first, banned=tokenizer.eos_token_ids)
     structured = StructuredOutput("choice", json.dumps(CHOICES), after=free)
     prompt = tokenizer.encode("say: <think>" + "the lazy dog " * 40 + "</think>green")
-    return Request(name, prompt, SamplingParams(max_tokens=300, structured=structured))
+    return Request(name, Generate(prompt, SamplingParams(max_tokens=300, structured=structured)))
 
 
 def test_a_killed_worker_loses_no_token() -> None:
@@ -422,7 +421,7 @@ def test_a_worker_on_another_host_has_another_clock(monkeypatch: pytest.MonkeyPa
         peer = await asyncio.to_thread(FrontLink, address)
         try:
             link.handle(Ready(FACTS, time.monotonic_ns() + 10**15))
-            link.send(Submit([Request("r", [1], arrival_ns=5, deadline_ns=7)]))
+            link.send(Submit([Request("r", Generate([1]), arrival_ns=5, deadline_ns=7)]))
             await asyncio.to_thread(peer.socket.poll)
             (data,) = peer.take()
             sent = decode_to_worker(data)

@@ -14,14 +14,8 @@ import pytest
 
 from api.streams import read
 from tokenmill.core.config import PoolConfig
-from tokenmill.core.types import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutput,
-    TokenLogprobs,
-)
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams, StructuredOutput, TokenLogprobs
 from tokenmill.workers.link import WorkerDownError, WorkerStartError
 from tokenmill.workers.messages import Outputs, Submit, decode_from_worker, decode_to_worker, encode
 from tokenmill.workers.output_stream import OutputStream, StreamClosedError
@@ -61,7 +55,7 @@ async def running(spawner: Spawner) -> AsyncIterator[WorkerPool]:
 
 
 def request(name: str, num_tokens: int, prompt: int = 1) -> Request:
-    return Request(name, [prompt], SamplingParams(max_tokens=num_tokens))
+    return Request(name, Generate([prompt], SamplingParams(max_tokens=num_tokens)))
 
 
 async def ready_again(client: WorkerPool) -> None:
@@ -255,14 +249,15 @@ def test_a_worker_that_keeps_dying_is_given_up() -> None:
 PARENT = """
 import asyncio, sys
 from api.streams import Spawner
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams
 from tokenmill.workers.pool import WorkerPool
 async def main():
     spawner = Spawner(sys.argv[2:])
     client = WorkerPool(spawner)
     await client.start()
     if sys.argv[1] == "busy":
-        await client.submit([Request("x", [1], SamplingParams(max_tokens=10**9))]).get()
+        await client.submit([Request("x", Generate([1], SamplingParams(max_tokens=10**9)))]).get()
     print(spawner.processes[0].pid, flush=True)
     await asyncio.sleep(3600)
 asyncio.run(main())
@@ -327,7 +322,9 @@ def test_messages_survive_the_wire() -> None:
         seed=-(2**63),
         structured=StructuredOutput("regex", "a+"),
     )
-    sent = Submit([Request("r", [1, 2], sampling, priority=-1, deadline_ns=5, cache_salt="s")])
+    sent = Submit(
+        [Request("r", Generate([1, 2], sampling, cache_salt="s"), priority=-1, deadline_ns=5)]
+    )
     assert decode_to_worker(encode(sent)) == sent
     output = RequestOutput(
         "r", [4], [TokenLogprobs([4, 5], [-0.1, -2.0], 1)], [None], FinishReason.STOP, "x", 3

@@ -31,14 +31,14 @@ from tokenmill.workers.fronts.front_process import front_spawner
 from tokenmill.workers.fronts.owner import FrontOwner
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.local_ray import OBJECT_STORE_BYTES
-from tokenmill.workers.placement import Placement, open_placement
+from tokenmill.workers.placement import WorkerPlacement, open_placement
 from tokenmill.workers.pool import WorkerPool
 
 Placed = tuple[list[Any], list[Any], list[Any]]
 SIM = Path(__file__).parents[1] / "api" / "sim.py"
 
 
-async def ask(pool: WorkerPool, placement: Placement) -> dict[str, object]:
+async def ask(pool: WorkerPool, placement: WorkerPlacement) -> dict[str, object]:
     from api.streams import read
     from workers.pools import request
 
@@ -51,7 +51,7 @@ async def ask(pool: WorkerPool, placement: Placement) -> dict[str, object]:
         await pool.close()
 
 
-async def call_fronts(pool: WorkerPool, placement: Placement) -> dict[str, object]:
+async def call_fronts(pool: WorkerPool, placement: WorkerPlacement) -> dict[str, object]:
     """What two fronts answer."""
     from api.sim import MODEL, make_tokenizer
 

@@ -60,9 +60,9 @@ class Calls:
                 num_choices, num_open, " of this key", per_key, "max_concurrency_per_key"
             )
 
-    def enter(self, account: str) -> Place:
+    def enter(self, account: str) -> CallPlace:
         """Let in a call whose head has come; 429 where there is no room for it."""
-        place = Place(self, account)
+        place = CallPlace(self, account)
         place.take(1)
         return place
 
@@ -72,7 +72,7 @@ class Calls:
         self._by_account[account] += num_choices
 
 
-class Place:
+class CallPlace:
     """A call that was let in: the choices that it counts for, and the memory of its body."""
 
     def __init__(self, calls: Calls, account: str) -> None:
@@ -96,7 +96,7 @@ class Place:
         self._calls.count(self.account, num_choices - self._num_choices)
         self._num_choices = num_choices
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> CallPlace:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,7 +104,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def handing_on(place: Place) -> Iterator[Place]:
+def handing_on(place: CallPlace) -> Iterator[CallPlace]:
     """A call whose answer leaves its place, unless the block fails."""
     try:
         yield place

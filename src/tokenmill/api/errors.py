@@ -17,7 +17,8 @@ from tokenmill.api.protocol.answers import (
     MessagesErrorAnswer,
     json_encode,
 )
-from tokenmill.core.types import FinishReason, InvalidRequestError, RequestOutput
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.types import FinishReason, InvalidRequestError
 
 RETRY_AFTER_S = 1
 

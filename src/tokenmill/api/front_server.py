@@ -33,6 +33,7 @@ from tokenmill.api.server import (
     bind,
     logging_stats,
     run_in_loop,
+    text_service,
     url_of,
 )
 from tokenmill.api.stream import ApiState
@@ -49,7 +50,7 @@ from tokenmill.workers.fronts.control import FrontSetup, OpenCalls, Totals, Welc
 from tokenmill.workers.fronts.front_process import TICKET_VARIABLE, SpawnFront, front_spawner
 from tokenmill.workers.fronts.member import MemberPool
 from tokenmill.workers.fronts.owner import FrontError, FrontOwner
-from tokenmill.workers.fronts.owner_link import Membership, OwnerLink
+from tokenmill.workers.fronts.owner_link import FrontMembership, OwnerLink
 from tokenmill.workers.joining.protocol import link_host
 from tokenmill.workers.placement import open_placement
 from tokenmill.workers.pool import WorkerPool
@@ -245,7 +246,7 @@ async def _join(join: str, load: Load) -> None:
                 app = create_app(client, tokenizer, keys, setup.model, tracing, images)
                 _share(client.membership, app.state.api)
                 ended = await answer_calls(
-                    *(client, app, listener, signals, owner.gone),
+                    *(text_service(client, app), listener, signals, owner.gone),
                     client.membership.listening,
                 )
                 if ended:
@@ -274,13 +275,13 @@ def front_listener(config: ServerConfig) -> socket.socket:
     return bind(config.host, config.port, shared=True)
 
 
-def _share(membership: Membership, state: ApiState) -> None:
+def _share(membership: FrontMembership, state: ApiState) -> None:
     """Tell the other fronts what is open and counted here, and hear the same of them."""
     membership.counts = state.metrics.counts
     share_calls(membership, state.calls)
 
 
-def share_calls(membership: Membership, calls: Calls) -> None:
+def share_calls(membership: FrontMembership, calls: Calls) -> None:
     """Have limits hold over all fronts."""
     membership.calls = calls.open_calls
 

@@ -9,7 +9,6 @@ import os
 import secrets
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 
 from fastapi import Request
 
@@ -18,7 +17,7 @@ from tokenmill.api.errors import ApiError
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.keys.key_ring import KeyFileError, KeyRing, digest_of, make_ring
 from tokenmill.core.keys.run_folder import TOKEN, key_salt, open_run_folder, write_private
-from tokenmill.core.types import Request as InferenceRequest
+from tokenmill.core.requests import Request as InferenceRequest
 from tokenmill.core.types import TokenmillError
 
 # A proxy on this machine makes everybody a local caller; it says so in one of these.
@@ -73,7 +72,7 @@ class Keys:
         """The requests of an account; only those of one account share cached prefixes."""
         if self.config.share_prefix_cache or not self.ring.is_needed:
             return requests
-        return [replace(r, cache_salt=f"{account}\0{r.cache_salt}") for r in requests]
+        return [r.with_task(cache_salt=f"{account}\0{r.task.cache_salt}") for r in requests]
 
     def is_operator(self, request: Request) -> bool:
         return self.ring.is_control(_key_of(request))

@@ -86,6 +86,6 @@ def _always_thinks() -> ApiError:
 
 def _format(call: MessagesRequest, job: PreparedCall, model: str) -> MessageFormat:
     hides_thinking = getattr(call.thinking, "display", None) == "omitted"
-    max_tokens = job.requests[0].sampling.max_tokens
+    max_tokens = job.requests[0].task.sampling.max_tokens
     fills_context = max_tokens is not None and max_tokens < call.max_tokens
     return MessageFormat(job, model, hides_thinking, fills_context)

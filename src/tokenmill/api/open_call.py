@@ -25,7 +25,8 @@ from tokenmill.api.protocol.answers import (
 from tokenmill.api.protocol.prepare import PreparedCall
 from tokenmill.api.telemetry.prometheus import ServerMetrics
 from tokenmill.core.metrics import RequestTimes
-from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import FinishReason, TokenLogprobs
 from tokenmill.text.detokenize import Detokenizer, StopTable
 from tokenmill.text.message import MessageReader
 from tokenmill.text.parsers import ContentDelta, MessageEvent
@@ -97,7 +98,7 @@ class OpenChoice:
         job: PreparedCall,
         streams: bool,
     ) -> None:
-        sampling = request.sampling
+        sampling = request.task.sampling
         self._request = request
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -136,7 +137,7 @@ class OpenChoice:
     @property
     def is_plain(self) -> bool:
         """True where text is all that a token adds, and nothing in it ends the choice."""
-        has_stops = bool(self._request.sampling.stop)
+        has_stops = bool(self._request.task.sampling.stop)
         return self._reader is None and not has_stops and not self._echo_only
 
     def _read(self, reader: MessageReader, index: int, output: RequestOutput) -> TextDelta:
@@ -178,7 +179,7 @@ class OpenChoice:
             output.finish_reason == FinishReason.STOP
             and token_ids
             and token_ids[-1] in self._stop_ids
-            and not self._request.sampling.include_stop_str_in_output
+            and not self._request.task.sampling.include_stop_str_in_output
         ):
             return token_ids[:-1]
         return token_ids
@@ -192,7 +193,7 @@ class OpenCall:
     ) -> None:
         self.job = job
         self.metrics = metrics
-        stops = StopTable.of(job.requests[0].sampling.stop)  # every choice has the same
+        stops = StopTable.of(job.requests[0].task.sampling.stop)  # every choice has the same
         self.choices = [
             OpenChoice(tokenizer, request, stops, job, streams) for request in job.requests
         ]
@@ -262,7 +263,7 @@ class OpenCall:
 
     def _first(self, index: int, output: RequestOutput) -> None:
         self._num_cached[index] = output.num_cached_tokens
-        self.metrics.num_prompt_tokens += len(self.job.requests[index].prompt_token_ids)
+        self.metrics.num_prompt_tokens += len(self.job.requests[index].task.prompt_token_ids)
         if output.scheduled_ns:
             waited_ns = output.scheduled_ns - self.job.requests[index].arrival_ns
             self.metrics.queue_s.observe(max(waited_ns, 0) / 1e9)
@@ -270,7 +271,7 @@ class OpenCall:
     def _finish(self, choice: OpenChoice, index: int, reason: str) -> None:
         choice.finished, choice.reason = True, reason
         self.num_open -= 1
-        num_prompt = len(self.job.requests[index].prompt_token_ids)
+        num_prompt = len(self.job.requests[index].task.prompt_token_ids)
         self.metrics.finish(choice.times, num_prompt, reason)
 
 

@@ -11,9 +11,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from tokenmill.api.access import Calls
 from tokenmill.api.connection import ConnectionLimits, ServerConnection, check_all
 from tokenmill.api.keys import Keys, open_keys
-from tokenmill.api.middleware import CallMiddleware
+from tokenmill.api.middleware import CallCounter, CallMiddleware
 from tokenmill.api.openai_routes import create_app
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.prometheus import ServerMetrics
@@ -35,7 +35,7 @@ from tokenmill.http_connection import max_open_files, raise_file_limit
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.vision.loader import ImageLoader
 from tokenmill.workers.messages import ModelFacts
-from tokenmill.workers.placement import open_placement
+from tokenmill.workers.placement import WorkerPlacement, open_placement
 from tokenmill.workers.pool import WorkerPool
 
 BACKLOG = 2048
@@ -76,29 +76,70 @@ def serve(
     Without `images` the model takes text only.
     Raises TokenmillError when the server cannot start or its worker cannot be kept alive.
     """
-    raise_file_limit()
     pool = pool or PoolConfig()
     with (
         contextlib.closing(open_tracing(config.otlp_endpoint, TRACED_AS)) as tracing,
-        contextlib.closing(bind(config.host, config.port)) as listener,
-        open_keys(config, listener.getsockname()[1]) as keys,
-        open_placement(pool) as placement,
         open_publisher(pool) as publisher,
     ):
-        worker, prefill = placement.spawner(worker_argv, pool.ranks), None
-        if prefill_argv is not None:
-            prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
-        client = WorkerPool(worker, pool, router, placement.host, prefill)
-        client.routers.publisher = publisher
-        make_app = partial(create_app, client, tokenizer, keys, model, tracing, images)
-        run_in_loop(_run(listener, client, keys, make_app, on_listening))
+
+        def make_pool(placement: WorkerPlacement) -> WorkerPool:
+            worker, prefill = placement.spawner(worker_argv, pool.ranks), None
+            if prefill_argv is not None:
+                prefill = placement.spawner(prefill_argv, pool.prefill_ranks)
+            client = WorkerPool(worker, pool, router, placement.host, prefill)
+            client.routers.publisher = publisher
+            return client
+
+        async def make_service(keys: Keys, client: WorkerPool) -> HttpService:
+            return text_service(client, create_app(client, tokenizer, keys, model, tracing, images))
+
+        serve_pool(config, pool, make_pool, make_service, on_listening)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpService:
+    """An app over a started pool, and what goes on while it takes calls."""
+
+    app: FastAPI
+    keys: Keys
+    metrics: CallCounter
+    calls: Calls
+    running: AbstractAsyncContextManager[object]  # its end answers the calls that still wait
+    refuse: Callable[[], None] = lambda: None  # has requests refused that come from now on
+    close: Callable[[], None] = lambda: None
+    streams: bool = True
+
+
+MakeService = Callable[[Keys, WorkerPool], Awaitable[HttpService]]
+
+
+def serve_pool(
+    config: ServerConfig,
+    pool: PoolConfig,
+    make_pool: Callable[[WorkerPlacement], WorkerPool],
+    make_service: MakeService,
+    on_listening: OnListening | None = None,
+    salt: bytes = b"",
+) -> None:
+    """Serve any task until SIGTERM or SIGINT, then drain and return.
+
+    `salt` is that of the names of keys. Raises TokenmillError when the server cannot start or its
+    workers cannot be kept alive.
+    """
+    raise_file_limit()
+    with (
+        contextlib.closing(bind(config.host, config.port)) as listener,
+        open_keys(config, listener.getsockname()[1], salt) as keys,
+        open_placement(pool) as placement,
+    ):
+        run_in_loop(_run(listener, make_pool(placement), keys, make_service, on_listening))
 
 
 async def _run(
     listener: socket.socket,
     client: WorkerPool,
     keys: Keys,
-    make_app: Callable[[], FastAPI],
+    make_service: MakeService,
     on_listening: OnListening | None,
 ) -> None:
     signals = Signals(keys.reload)
@@ -107,7 +148,7 @@ async def _run(
         if facts is None:
             return
         ended = await answer_calls(
-            *(client, make_app(), listener, signals, client.gave_up),
+            *(await make_service(keys, client), listener, signals, client.gave_up),
             lambda url: on_listening(url, facts) if on_listening is not None else None,
         )
         if ended:
@@ -116,9 +157,23 @@ async def _run(
         await client.close()
 
 
+def text_service(client: WorkerPool, app: FastAPI) -> HttpService:
+    """The service of create_app()."""
+    state: ApiState = app.state.api
+    running = _logging_and_failing(client, state)
+    close = app.state.bodies.close
+    return HttpService(app, state.keys, state.metrics, state.calls, running, client.drain, close)
+
+
+@contextlib.asynccontextmanager
+async def _logging_and_failing(client: WorkerPool, state: ApiState) -> AsyncIterator[None]:
+    async with logging_stats(state.config, state.metrics, client.known_stats):
+        yield
+        client.fail_open("the server is shutting down", "shutdown")
+
+
 async def answer_calls(
-    client: WorkerPool,
-    app: FastAPI,
+    service: HttpService,
     listener: socket.socket,
     signals: Signals,
     ends: asyncio.Event,
@@ -127,18 +182,14 @@ async def answer_calls(
     """Answer calls until a signal comes or `ends` is set, then drain; True: it is set."""
     gc.freeze()  # vocabulary and app live as long as the process: do not scan them
     gc.set_threshold(YOUNG_OBJECTS)
-    state: ApiState = app.state.api
-    keys, config = state.keys, state.config
-    with contextlib.closing(app.state.bodies):
-        async with (
-            listening(CallMiddleware(app, keys, state.metrics), listener, keys),
-            logging_stats(config, state.metrics, client.known_stats),
-        ):
+    keys = service.keys
+    front = CallMiddleware(service.app, keys, service.metrics, service.streams)
+    with contextlib.closing(service):
+        async with listening(front, listener, keys), service.running:
             on_listening(url_of(listener, keys))
             ended = await signals.interrupt(ends.wait())
-            client.drain()
-            await drain(state.calls, config.drain_timeout_s, signals)
-            client.fail_open("the server is shutting down", "shutdown")
+            service.refuse()
+            await drain(service.calls, keys.config.drain_timeout_s, signals)
     return bool(ended)
 
 

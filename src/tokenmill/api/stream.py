@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.api.access import Calls, Place
+from tokenmill.api.access import CallPlace, Calls
 from tokenmill.api.call import CHUNK_WRITER, GONE, WARNING, record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.keys import Keys
@@ -70,17 +70,17 @@ class ApiState:
         span.set({"gen_ai.request.id": record_of(request.scope).request_id})
         return CallTrace(span, OPERATIONS[path], start_ns)
 
-    def enter(self, account: str) -> Place:
+    def enter(self, account: str) -> CallPlace:
         """Let in a call that wants no engine, or raise what it is to be answered with."""
         self.calls.check_draining()
         return self.calls.enter(account)
 
-    def admit(self, account: str) -> Place:
+    def admit(self, account: str) -> CallPlace:
         """Let in a generation call whose head has come, or raise what it is to be answered with."""
         self._check_engine()
         return self.calls.enter(account)
 
-    def take(self, place: Place, num_choices: int) -> None:
+    def take(self, place: CallPlace, num_choices: int) -> None:
         """Count a call for its choices, or raise what it is to be answered with."""
         self._check_engine()
         place.take(num_choices)
@@ -126,7 +126,7 @@ class GenerationResponse(Response):
         job: PreparedCall,
         form: Format,
         streams: bool,
-        place: Place,
+        place: CallPlace,
         trace: CallTrace,
     ) -> None:
         super().__init__()

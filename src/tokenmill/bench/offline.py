@@ -15,10 +15,11 @@ from tokenmill.bench.options import BenchConfig
 from tokenmill.bench.roofline import PeakRates, Roofline
 from tokenmill.bench.workload import BenchError, Cell, Prompts, make_prompts
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import Engine, FinishReason, Request, SamplingParams
+from tokenmill.core.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from tokenmill.bench.results.reports import CellReport
+    from tokenmill.core.requests import Engine
 
 WARMUP_ROUND = -1
 OURS = "tokenmill"
@@ -46,6 +47,8 @@ class OurEngine:
 
     def run(self, cell: Cell, prompts: Prompts) -> CellRun:
         """Submit all prompts at once and step until every one has its tokens."""
+        from tokenmill.core.requests import Generate, Request
+
         self._num_runs += 1
         sampling = [
             SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
@@ -57,7 +60,9 @@ class OurEngine:
         for index, prompt in enumerate(prompts):
             request_id = f"{cell.name}-{self._num_runs}-{index}"
             times[request_id] = RequestTimes(begin)
-            self._engine.submit(Request(request_id, prompt, sampling[index], arrival_ns=begin))
+            self._engine.submit(
+                Request(request_id, Generate(prompt, sampling[index]), arrival_ns=begin)
+            )
         self._step_until_done(set(times), times)
         seconds = (time.monotonic_ns() - begin) / 1e9
         _check_counts(cell, [t.num_tokens for t in times.values()])

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,14 +19,14 @@ from tokenmill.cli.serve_rank import (
     RANK_ONLY,
     RANK_SETTINGS,
     is_ranking_model,
-    run_rank_worker,
+    load_rank_worker,
     serve_rank,
 )
 from tokenmill.cli.serve_video import (
     VIDEO_ONLY,
     VIDEO_SETTINGS,
     is_video_model,
-    run_video_worker,
+    load_video_worker,
     serve_video,
 )
 from tokenmill.console import fetch
@@ -103,11 +104,11 @@ class RoleOptions:
 
 
 IMAGE_ONLY = tuple(setting.key for setting in VISION)  # they say nothing to a model of text alone
-# Of the worker alone: what engines of jobs have beside the settings of a language engine.
+# Of the worker alone: what engines of other tasks have beside the settings of a language engine.
 JOB_SETTINGS = (*settings_of(TaskOption), *VIDEO_SETTINGS, *RANK_SETTINGS)
-JOB_TASKS = {  # whether a model is one, its server, its worker, and the flags that are its own
-    "rank": (is_ranking_model, serve_rank, run_rank_worker, RANK_ONLY),
-    "video": (is_video_model, serve_video, run_video_worker, VIDEO_ONLY),
+JOB_TASKS = {  # whether a model is one, its server, its engine, and the flags that are its own
+    "rank": (is_ranking_model, serve_rank, load_rank_worker, RANK_ONLY),
+    "video": (is_video_model, serve_video, load_video_worker, VIDEO_ONLY),
 }
 WORKER_SETTINGS = (*MODEL, *CACHE, *SCHEDULER, *EXECUTION, *PARALLEL, *only(SERVER, "log-level"))
 
@@ -293,15 +294,17 @@ def worker_process(
 ) -> None:
     """Run an engine for the API process that listens at an address."""
     from tokenmill.workers.socket_folder import end_with_listener
-    from tokenmill.workers.worker_process import send_failure
+    from tokenmill.workers.worker_process import run_worker, send_failure
 
     end_with_listener(address)
     set_log_level(settings.get("log-level"))
-    if (task := settings.get("task")) in JOB_TASKS:
-        JOB_TASKS[task][2](settings, address)
-        return
+    run: Callable[..., bool]
     try:
-        run = build_worker(settings, settings.setup())
+        if (task := settings.get("task")) in JOB_TASKS:
+            engine, facts = JOB_TASKS[task][2](settings)
+            run = partial(run_worker, engine, facts=facts)
+        else:
+            run = build_worker(settings, settings.setup())
     except Exception as error:
         send_failure(address, error)
         if os.environ.get("TOKENMILL_TRACEBACK") == "1":

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from tokenmill.cli.rank import load_ranking_model
 from tokenmill.core.config import PoolConfig, ServerConfig
@@ -27,7 +24,11 @@ from tokenmill.settings import (
 from tokenmill.settings.shared import RankBatches, RankTables
 
 if TYPE_CHECKING:
-    from tokenmill.ranking.rank_jobs import RankJobs
+    from tokenmill.core.requests import Engine
+    from tokenmill.ranking.model import RankingModel
+    from tokenmill.workers.messages import ModelFacts
+    from tokenmill.workers.placement import WorkerPlacement
+    from tokenmill.workers.pool import WorkerPool
 
 # Settings of SERVER and POOL that servers of ranking and video models refuse.
 TEXT_SERVER_ONLY = frozenset(
@@ -66,8 +67,9 @@ def is_ranking_model(model: str) -> bool:
 
 def serve_rank(settings: Settings, config: ServerConfig) -> None:
     """Serve POST /v1/rank for the model that the settings name."""
-    from tokenmill.api.jobs.job_server import serve_jobs
     from tokenmill.api.ranking.rank_routes import describe, make_rank_service
+    from tokenmill.api.server import serve_pool
+    from tokenmill.workers.pool import WorkerPool
 
     for key in sorted(set(settings.values) - _TAKEN):
         raise SettingsError(f"--{key} has no effect with --task rank: leave it out")
@@ -77,14 +79,19 @@ def serve_rank(settings: Settings, config: ServerConfig) -> None:
     device, share = (settings.get(key) for key in _DEVICE)
     pool = settings.build(PoolConfig, device=device, share_gpus=share)
 
-    def on_listening(url: str, facts: dict[str, Any]) -> None:
+    def on_listening(url: str, facts: ModelFacts) -> None:
         log = logging.getLogger(__name__)
-        log.info(f"{name} ({describe(facts)}) is served at {url}/v1/rank; {url}/docs describes it")
+        log.info(
+            f"{name} ({describe(facts.about)}) is served at {url}/v1/rank; {url}/docs describes it"
+        )
         log.info(f"dashboard: {url}/dashboard")
 
-    make_service = partial(make_rank_service, name)
-    command, max_open = _worker_command(settings), settings.get("max-queue")
-    serve_jobs(command, config, pool, make_service, on_listening, max_open=max_open)
+    def make_pool(placement: WorkerPlacement) -> WorkerPool:
+        spawn = placement.spawner(_worker_command(settings))
+        return WorkerPool(spawn, pool, host=placement.host)
+
+    make_service = partial(make_rank_service, name, settings.get("max-queue"))
+    serve_pool(config, pool, make_pool, make_service, on_listening)
 
 
 def _worker_command(settings: Settings) -> list[str]:
@@ -94,25 +101,11 @@ def _worker_command(settings: Settings) -> list[str]:
     return [*command, *(settings | own).flags(WORKER_SETTINGS)]
 
 
-def run_rank_worker(settings: Settings, address: str) -> None:
-    """Load the model and score requests for the API process at an address."""
-    from tokenmill.workers.jobs.job_worker import run_job_worker
-    from tokenmill.workers.worker_process import send_failure
-
-    try:
-        jobs = _load(settings)
-    except Exception as error:
-        send_failure(address, error)
-        if os.environ.get("TOKENMILL_TRACEBACK") == "1":
-            raise
-        raise typer.Exit(1) from None
-    run_job_worker(jobs, address, facts_of(jobs))
-
-
-def _load(settings: Settings) -> RankJobs:
+def load_rank_worker(settings: Settings) -> tuple[Engine, ModelFacts]:
+    """The engine of a worker, and what the API has to know of it."""
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.policy import BatchLimits
-    from tokenmill.ranking.rank_jobs import RankJobs
+    from tokenmill.workers.messages import ModelFacts
 
     model = load_ranking_model(settings)
     limits = BatchLimits(
@@ -123,11 +116,10 @@ def _load(settings: Settings) -> RankJobs:
     engine = RankingEngine(model, limits)
     if engine.on_gpu:
         engine.warm_up()
-    return RankJobs(engine)
+    return engine, ModelFacts(about=facts_of(model))
 
 
-def facts_of(jobs: RankJobs) -> dict[str, Any]:
-    model = jobs.engine.model
+def facts_of(model: RankingModel) -> dict[str, Any]:
     spec = model.spec
     return {
         "dtype": model.dense.type_name,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from tokenmill import console
 from tokenmill.cli.serve_rank import TEXT_SERVER_ONLY
@@ -33,7 +30,9 @@ from tokenmill.settings import (
 from tokenmill.settings.shared import VideoModel
 
 if TYPE_CHECKING:
+    from tokenmill.core.requests import Engine
     from tokenmill.video.pipeline import Pipeline
+    from tokenmill.workers.messages import ModelFacts
 
 HANG_TIMEOUT_S = 600.0  # a step of a large video takes a minute on a slow GPU
 # What all videos of a server have: its operator says how fast and how exact they are.
@@ -72,7 +71,8 @@ def serve_video(settings: Settings, config: ServerConfig) -> None:
     logger = logging.getLogger(__name__)
     job = settings.build(VideoParams)
 
-    def on_listening(url: str, facts: dict[str, Any]) -> None:
+    def on_listening(url: str, told: ModelFacts) -> None:
+        facts = told.about
         noise = "; its weights are random: videos are noise" if facts["tokenizer"] is None else ""
         flags = " and ".join(job.approximations)
         loose = f"; videos are not exact, by {flags}" if flags else ""
@@ -106,26 +106,19 @@ def _worker_command(settings: Settings) -> list[str]:
     return [*command, *settings.flags(WORKER_SETTINGS)]
 
 
-def run_video_worker(settings: Settings, address: str) -> None:
-    """Load the model and make videos for the API process at an address."""
+def load_video_worker(settings: Settings) -> tuple[Engine, ModelFacts]:
+    """The engine of a worker, and what the API has to know of it."""
     from tokenmill.video.preview import frame_picture, latents_picture
     from tokenmill.video.video_engine import VideoEngine
     from tokenmill.video.video_files import mp4_bytes
     from tokenmill.video.video_ranks import LeadingVideoEngine
-    from tokenmill.workers.jobs.job_worker import run_job_worker
-    from tokenmill.workers.jobs.video_worker import VideoWorker
-    from tokenmill.workers.worker_process import send_failure
+    from tokenmill.video.video_task_engine import VideoTaskEngine
+    from tokenmill.workers.messages import ModelFacts
 
-    try:
-        pipeline = _load(settings)
-    except Exception as error:
-        send_failure(address, error)
-        if os.environ.get("TOKENMILL_TRACEBACK") == "1":
-            raise
-        raise typer.Exit(1) from None
+    pipeline = _load(settings)
     own = VideoEngine(pipeline)
     engine = own if pipeline.group is None else LeadingVideoEngine(own, pipeline.group)
-    worker = VideoWorker(engine, mp4_bytes, frame_picture, lambda: latents_picture(own))
+    worker = VideoTaskEngine(engine, mp4_bytes, frame_picture, lambda: latents_picture(own))
     facts = {
         "spec": asdict(pipeline.spec),
         "parallel": asdict(pipeline.parallel),
@@ -133,7 +126,7 @@ def run_video_worker(settings: Settings, address: str) -> None:
         "dtype": pipeline.dtype,
         "device": pipeline.device.type,
     }
-    run_job_worker(worker, address, facts)
+    return worker, ModelFacts(about=facts)
 
 
 def _load(settings: Settings) -> Pipeline:

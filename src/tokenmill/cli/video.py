@@ -12,14 +12,16 @@ import typer
 from tokenmill import console
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.flags import INTEGER, setting
-from tokenmill.core.types import FinishReason, Request, RequestOutput, TokenmillError
-from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
+from tokenmill.core.types import TokenmillError
+from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import VIDEO, VIDEO_PARALLEL, Settings, SettingsError
 from tokenmill.settings.options import command
 from tokenmill.settings.shared import JsonOption, VideoModel
 
 if TYPE_CHECKING:
+    from tokenmill.core.requests import Request, RequestOutput
+    from tokenmill.core.tasks import VideoFrames
     from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
     from tokenmill.video.pipeline import Pipeline
 
@@ -83,8 +85,7 @@ def video(
     pipeline = _load(settings, checkpoint, config)
     made = make(pipeline, request)
     write_video(made, target)
-    assert request.video is not None
-    report = {"file": str(target), **summary(made, request.video, pipeline)}
+    report = {"file": str(target), **summary(made, request.task.params, pipeline)}
     if settings.get("json"):
         console.print_json(report, settings.get("json"))
     else:
@@ -93,11 +94,14 @@ def video(
 
 
 def _request(settings: Settings, checkpoint: WanCheckpoint, text: str) -> Request:
+    from tokenmill.core.requests import Request
+    from tokenmill.core.tasks import Video
+
     negative = prompt_ids(checkpoint, settings.get("negative-prompt") or NEGATIVE_PROMPT)
     params = settings.build(
         VideoParams, seed=settings.get("seed"), negative_token_ids=tuple(negative)
     )
-    return Request("video", prompt_ids(checkpoint, text), video=params)
+    return Request("video", Video(prompt_ids(checkpoint, text), params))
 
 
 def _load(settings: Settings, checkpoint: WanCheckpoint, config: ModelConfig) -> Pipeline:
@@ -117,8 +121,9 @@ def prompt_ids(checkpoint: WanCheckpoint, text: str) -> list[int]:
     return video_prompt_ids(checkpoint.tokenizer, vocab_size, [text])[0]
 
 
-def make(pipeline: Pipeline, request: Request) -> Video:
+def make(pipeline: Pipeline, request: Request) -> VideoFrames:
     """Run one job to its end, with a bar of its steps."""
+    from tokenmill.core.tasks import TaskProgress
     from tokenmill.video.video_ranks import make_engine
 
     engine = make_engine(pipeline)
@@ -126,19 +131,22 @@ def make(pipeline: Pipeline, request: Request) -> Video:
     with console.progress("Denoising and decoding") as update:
         while engine.has_work():
             for output in engine.step():
-                update(round(1000 * (output.progress or 0.0)), 1000)
+                if isinstance(output.delta, TaskProgress):
+                    update(round(1000 * output.delta.share), 1000)
                 if output.finish_reason is not None:
                     return _result(output)
     raise AssertionError("a job ends in one terminal output")
 
 
-def _result(output: RequestOutput) -> Video:
-    if output.finish_reason is not FinishReason.STOP or output.video is None:
+def _result(output: RequestOutput) -> VideoFrames:
+    from tokenmill.core.tasks import VideoFrames
+
+    if not isinstance(output.delta, VideoFrames):
         raise TokenmillError(output.error or f"the job ended: {output.finish_reason}")
-    return output.video
+    return output.delta
 
 
-def summary(made: Video, params: VideoParams, pipeline: Pipeline) -> dict[str, object]:
+def summary(made: VideoFrames, params: VideoParams, pipeline: Pipeline) -> dict[str, object]:
     return {
         "model": pipeline.name,
         "dtype": pipeline.dtype,

@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
-from tokenmill.core.cost import Cost
 from tokenmill.core.flags import INTEGER, Flag, Kind, count, number
-from tokenmill.core.images import ImageSpan
-from tokenmill.core.video import Video, VideoParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_PATTERN_SIZE = 1024  # tokens of a repetition; what is kept and compared for each token
@@ -315,25 +312,6 @@ _BOUNDS: list[tuple[str, Bounds]] = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sequence to generate. `n > 1` is fanned out by the caller into n requests."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0  # lower runs first, as in vLLM
-    arrival_ns: int = 0  # time.monotonic_ns() at the front door
-    deadline_ns: int | None = None  # monotonic; past it the request ends in ABORT
-    account: str = ""  # who pays, and shares what is shared by account
-    cache_salt: str = ""  # requests with different salts never share cached blocks
-    output_token_ids: list[int] = field(default_factory=list)  # generated elsewhere; goes on there
-    hold_kv_s: float | None = None  # compute the prompt and one token, then hold the KV so long
-    kv_from: str | None = None  # id of the engine that computes the prompt and the first token
-    images: tuple[ImageSpan, ...] = ()  # of the prompt, in its order
-    video: VideoParams | None = None  # the prompt asks for a video, not for text
-
-
 @dataclass(slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position; index 0 is the token that was taken, then the k best."""
@@ -341,50 +319,6 @@ class TokenLogprobs:
     token_ids: list[int]
     logprobs: list[float]
     rank: int  # 1-based rank of the token that was taken
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What one step produced for one request. `finish_reason` is set on the terminal one only."""
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None  # one per token of token_ids
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once; position 0 has none
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or string that fired, or why it ended
-    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
-    error: str | None = None  # for REJECT and ERROR: one sentence for the user
-    scheduled_ns: int = 0  # monotonic: the start of the first step it ran in; 0 when unknown
-    cost: Cost | None = None  # on the terminal one of a request that an engine took
-    progress: float | None = None  # of a video: the share of its steps that are done
-    video: Video | None = None  # on the terminal one of a video
-
-
-class End(NamedTuple):
-    """How a request ends without a new token."""
-
-    reason: FinishReason
-    stop_reason: str | None = None
-    error: str | None = None  # for REJECT and ERROR: one sentence for the user
-
-    def output(
-        self,
-        request_id: str,
-        num_cached_tokens: int = 0,
-        scheduled_ns: int = 0,
-        cost: Cost | None = None,
-    ) -> RequestOutput:
-        return RequestOutput(
-            request_id,
-            [],
-            finish_reason=self.reason,
-            stop_reason=self.stop_reason,
-            num_cached_tokens=num_cached_tokens,
-            error=self.error,
-            scheduled_ns=scheduled_ns,
-            cost=cost,
-        )
 
 
 @dataclass(slots=True)
@@ -438,9 +372,20 @@ class EngineStats:
     gpu_idle_s: float = 0.0  # of it, without a request to compute
     num_loading: int = 0  # requests whose KV comes back from a tier
     tiers: dict[str, float] = field(default_factory=dict)  # of kv/tiers/offloading.py
+    # Of other tasks than text. What only grows ends as Prometheus has it: _total. Names may have
+    # labels: `lookups_total{tier="device"}`.
+    figures: dict[str, float] = field(default_factory=dict)
 
 
-_BY_NAME = ("num_finished", "tiers")
+_COUNTERS = ("_total", "_bucket", "_count", "_sum")
+
+
+def is_counter(name: str) -> bool:
+    """True for a figure that adds up over the workers that come one after another."""
+    return name.partition("{")[0].endswith(_COUNTERS)
+
+
+_BY_NAME = ("num_finished", "tiers", "figures")
 _BY_POSITION = ("num_drafted", "num_accepted", "step_sums")
 _RATIOS = ("rank_imbalance", "rank_imbalance_before")
 _SHARED = ("disk_blocks",)  # engines of a host count the same folder
@@ -473,21 +418,3 @@ def no_room(num_prompt_tokens: int, max_model_len: int) -> str:
         f"This model's maximum context length is {max_model_len} tokens; the prompt is too long: "
         f"{num_prompt_tokens} tokens > {max_model_len - is_full} maximum"
     )
-
-
-class Engine(Protocol):
-    """What frontends and load generators drive: language, video, remote or simulated alike."""
-
-    def submit(self, request: Request) -> None:
-        """Queue a request. Never raises for a bad one: the next step() yields its REJECT."""
-
-    def step(self) -> list[RequestOutput]:
-        """Run one batch and return what it produced; [] when there is nothing to do."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request; unknown or finished ids are ignored. The next step() yields its ABORT."""
-
-    def has_work(self) -> bool:
-        """True while a step() would do something."""
-
-    def stats(self) -> EngineStats: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from tokenmill.core.flags import IMAGE_SIZE, SIZE, count, number, setting
@@ -97,24 +97,6 @@ class VideoServerConfig:
     max_video_megapixels: int = 300  # width times height times frames
     latent_dir: str | None = None  # of the files that calls may name in latent_path
     job: VideoParams = VideoParams()  # what a job is unless its call says otherwise
-
-
-@dataclass(frozen=True, slots=True)
-class Video:
-    """Frames one after the other, and the seconds that each part of the work took."""
-
-    width: int
-    height: int
-    fps: int
-    num_frames: int
-    data: bytes = field(repr=False)  # RGB, 8 bits each: [frames, height, width, 3]
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_skipped: int = 0  # steps that the step cache left out
-
-    def frame(self, index: int) -> bytes:
-        """The RGB bytes of one frame."""
-        num_bytes = 3 * self.width * self.height
-        return self.data[index * num_bytes : (index + 1) * num_bytes]
 
 
 def clean_prompt(text: str) -> str:

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv_events import Dump, EventPublisher
+from tokenmill.core.requests import End, Generate, Request, RequestOutput
 from tokenmill.core.specs.vision import VisionSpec, image_problem
 from tokenmill.core.types import (
-    End,
     EngineStats,
     FinishReason,
     OutOfMemory,
     RanksLostError,
-    Request,
-    RequestOutput,
     StepResult,
 )
 from tokenmill.engine.drafts.drafting import Drafting
@@ -118,11 +116,12 @@ class LanguageEngine:
         if refusal is not None:
             self._tell(request.request_id, End(FinishReason.REJECT, *refusal))
             return
-        if self.kv is not None and request.kv_from is not None:
+        if self.kv is not None and request.task.kv_from is not None:
             self.kv.expect(request, self._clock())
             # Whoever computes the prompt has told its log-probabilities.
-            request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
-        if request.sampling.structured is None:
+            sampling = replace(request.task.sampling, prompt_logprobs=None)
+            request = request.with_task(sampling=sampling)
+        if request.task.sampling.structured is None:
             self._add(request)
         else:
             self._structured.compile(request, self._clock())
@@ -229,23 +228,25 @@ class LanguageEngine:
             return "draining", "the engine is draining and takes no new requests"
         if request.request_id in self._structured:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
+        if not isinstance(request.task, Generate):
+            return "invalid_request", "task: this engine generates text"
         problem = self._out_of_vocabulary(request) or image_problem(request, self._vision)
         if problem:
             return "invalid_request", problem
-        if request.kv_from is not None or request.hold_kv_s is not None:
+        if request.task.kv_from is not None or request.task.hold_kv_s is not None:
             if self.kv is None:
                 return "invalid_request", "this engine moves no KV: give it a kv_connector"
             if (refusal := self.kv.refusal(request)) is not None:
                 return refusal
-        return self._structured_refusal(request) if request.sampling.structured else None
+        return self._structured_refusal(request) if request.task.sampling.structured else None
 
     def _out_of_vocabulary(self, request: Request) -> str | None:
         if self._vocab_size is None:
             return None
-        sampling = request.sampling
+        sampling = request.task.sampling
         fields: tuple[tuple[str, Iterable[int]], ...] = (
-            ("prompt_token_ids", request.prompt_token_ids),
-            ("output_token_ids", request.output_token_ids),
+            ("prompt_token_ids", request.task.prompt_token_ids),
+            ("output_token_ids", request.task.output_token_ids),
             ("logit_bias", sampling.logit_bias or ()),
             ("stop_token_ids", sampling.stop_token_ids),
         )
@@ -259,7 +260,7 @@ class LanguageEngine:
         return None
 
     def _structured_refusal(self, request: Request) -> tuple[str, str] | None:
-        problem = self._structured.refusal(request.sampling)
+        problem = self._structured.refusal(request.task.sampling)
         if problem is not None:
             return "invalid_request", problem
         return self._scheduler.limits.queue_full(request, self.stats().num_waiting)
@@ -297,7 +298,7 @@ class LanguageEngine:
             self._scheduler.end_in_error(request_id, stop_reason, message)
 
     def _add(self, request: Request) -> None:
-        if request.sampling.prompt_logprobs is not None:
+        if request.task.sampling.prompt_logprobs is not None:
             self._host_bound.add(request.request_id)
         self._scheduler.add(request)
 

@@ -120,7 +120,7 @@ class PlainExecutor:
                 for logits, targets in self._prompt_logits(seq, hidden[end - num_new : end]):
                     if self._sampler.ranks.rank or i in result.errors:
                         continue  # the others compute their part all the same
-                    k = seq.request.sampling.prompt_logprobs or 0
+                    k = seq.request.task.sampling.prompt_logprobs or 0
                     try:
                         entries += self._sampler.host.prompt_logprobs(logits.float(), targets, k)
                     except FloatingPointError as error:

@@ -154,7 +154,7 @@ class StepImages:
         return len(self._features)
 
     def placement(self, seq: Sequence) -> TokenPositions:
-        return TokenPositions(seq.request.images, self.vision.merge_size)
+        return TokenPositions(seq.request.task.images, self.vision.merge_size)
 
     def forget(self, contents: list[bytes]) -> None:
         for content in contents:
@@ -197,7 +197,7 @@ class StepImages:
         seq, num_new = item
         context, placement = seq.num_computed_tokens, self.placement(seq)
         parts = []
-        for index, span in enumerate(seq.request.images):
+        for index, span in enumerate(seq.request.task.images):
             low, high = max(span.offset, context), min(span.end, context + num_new)
             if low < high:
                 rows = np.arange(low, high) + begin - context

@@ -127,7 +127,9 @@ class InputBuilder:
         self.tables.update(grown, self.staging)
         new = [seq for seq, first in grown if not first] if self._merge else []
         if new:
-            shifts = [TokenPositions(seq.request.images, self._merge).last_shift for seq in new]
+            shifts = [
+                TokenPositions(seq.request.task.images, self._merge).last_shift for seq in new
+            ]
             slots = np.array([seq.slot for seq in new])
             where, values = self.staging.send([slots, np.array(shifts)])
             self._shifts.index_copy_(0, where.long(), values)
@@ -203,9 +205,9 @@ class InputBuilder:
             return []
         turned = positions.copy()
         for index, (seq, _) in enumerate(items):
-            if seq.request.images:
+            if seq.request.task.images:
                 own = turned[starts[index] : starts[index + 1]]
-                TokenPositions(seq.request.images, self._merge).shift(own)
+                TokenPositions(seq.request.task.images, self._merge).shift(own)
         return [turned]
 
     def build_drafts(self, batch: Batch, inputs: Inputs) -> DraftInputs:

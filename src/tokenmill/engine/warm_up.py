@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from tokenmill.core.images import Grid, ImageInput, ImageSpan
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.specs.vision import VisionSpec
-from tokenmill.core.types import Request, SamplingParams
+from tokenmill.core.types import SamplingParams
 from tokenmill.kernels.attention import SHORT
 from tokenmill.sched.sequence import Batch, BegunImage, Item, Sequence
 
@@ -47,7 +48,7 @@ def warm_up_batch(step: Step, block_size: int, num_to_draft: int = 0) -> Batch:
 
 def _item(slot: int, count: int, block_size: int, images: tuple[ImageSpan, ...] = ()) -> Item:
     sampling = SamplingParams(temperature=0.0)
-    request = Request(f"warm-up {slot}", [0] * count, sampling, images=images)
+    request: Request = Request(f"warm-up {slot}", Generate([0] * count, sampling, images=images))
     num_blocks = -(-count // block_size)
     seq = Sequence(request, (0, 0, slot), (num_blocks + 1) * block_size, frozenset())
     seq.block_ids, seq.slot = list(range(num_blocks)), slot

@@ -24,7 +24,8 @@ from tokenmill.core.kv import (
     common_ways,
     mismatch,
 )
-from tokenmill.core.types import Request, TokenmillError
+from tokenmill.core.requests import Request
+from tokenmill.core.types import TokenmillError
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.sequence import Sequence
 
@@ -189,21 +190,21 @@ class KVTransfer:
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request that sends or needs KV is not taken: (stop_reason, a sentence)."""
-        if request.kv_from is None:
+        if request.task.kv_from is None:
             return None
-        if request.hold_kv_s is not None:
+        if request.task.hold_kv_s is not None:
             return "invalid_request", "a request takes kv_from or hold_kv_s, not both"
-        if request.kv_from not in self._peers:
-            return "kv_transfer", f"this engine is not connected to engine {request.kv_from!r}"
+        if request.task.kv_from not in self._peers:
+            return "kv_transfer", f"this engine is not connected to engine {request.task.kv_from!r}"
         if request.request_id in self._incoming:
             return "duplicate_id", f"request_id {request.request_id!r} is already in use"
         return None
 
     def expect(self, request: Request, now_ns: int) -> None:
         """Expect the KV of a request from a peer."""
-        assert request.kv_from is not None
+        assert request.task.kv_from is not None
         self._now_ns = now_ns
-        entry = _Incoming(request.request_id, request.kv_from)
+        entry = _Incoming(request.request_id, request.task.kv_from)
         entry.wait(now_ns, LEASE_S)
         self._incoming[request.request_id] = entry
 

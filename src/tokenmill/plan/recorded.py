@@ -18,14 +18,8 @@ from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv_groups import Sliding
 from tokenmill.core.metrics import RequestTimes
-from tokenmill.core.types import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StepResult,
-    TokenmillError,
-)
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason, SamplingParams, StepResult, TokenmillError
 from tokenmill.routing.step_rates import StepRates, StepSums, fit_rates
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.recording import VERSION
@@ -112,12 +106,14 @@ class RunRecord:
             )
         return Request(
             str(recorded.number),
-            tokens[: recorded.num_prompt],
-            sampling,
-            recorded.priority,
-            arrival_ns,
-            None if free else recorded.deadline_ns,
-            output_token_ids=tokens[recorded.num_prompt :],
+            Generate(
+                tokens[: recorded.num_prompt],
+                sampling,
+                output_token_ids=tokens[recorded.num_prompt :],
+            ),
+            priority=recorded.priority,
+            arrival_ns=arrival_ns,
+            deadline_ns=None if free else recorded.deadline_ns,
         )
 
     def next_tokens(self, seq: Sequence, count: int) -> list[int]:

@@ -18,7 +18,8 @@ from tokenmill.bench.results.mooncake import TraceRequest
 from tokenmill.core.config import RouterConfig, SchedulerConfig
 from tokenmill.core.kv_events import EventBatch, EventPublisher
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
-from tokenmill.core.types import Request, RequestOutput, SamplingParams, StepResult
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import SamplingParams, StepResult
 from tokenmill.engine_events.engine_blocks import salt_of
 from tokenmill.engine_events.engine_caches import EngineCaches
 from tokenmill.engine_events.publisher import engine_event
@@ -290,7 +291,7 @@ class Replay:
             self._announce(decision.announcement, now_ns)
         sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
         scheduler = worker.scheduler
-        scheduler.add(Request(request_id, prompt, sampling, arrival_ns=now_ns))
+        scheduler.add(Request(request_id, Generate(prompt, sampling), arrival_ns=now_ns))
         self._times[request_id] = RequestTimes(now_ns)
         for output in scheduler.take_finished():  # refused
             self._record(worker, output, now_ns)

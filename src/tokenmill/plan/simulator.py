@@ -37,16 +37,16 @@ class SimRunner:
             self._pace(self._step_s(batch))
         sampled = [self.sample(sequence, num_new) for sequence, num_new in batch.items]
         result = StepResult(sampled)
-        if any(sequence.request.sampling.logprobs is not None for sequence, _ in batch.items):
+        if any(sequence.request.task.sampling.logprobs is not None for sequence, _ in batch.items):
             result.logprobs = [
-                self._logprobs(tokens, sequence.request.sampling.logprobs)
+                self._logprobs(tokens, sequence.request.task.sampling.logprobs)
                 for tokens, (sequence, _) in zip(sampled, batch.items, strict=True)
             ]
         for index, (sequence, num_new) in enumerate(batch.items):
             if sequence.prompt_logprobs is not None:
                 start = sequence.num_computed_tokens + 1
-                targets = sequence.request.prompt_token_ids[start : start + num_new]
-                num_best = sequence.request.sampling.prompt_logprobs
+                targets = sequence.request.task.prompt_token_ids[start : start + num_new]
+                num_best = sequence.request.task.sampling.prompt_logprobs
                 result.prompt_logprobs[index] = self._logprobs(targets, num_best) or []
         return result
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, Place, read_bytes
+from tokenmill.api.access import CallPlace, Calls, read_bytes
 from tokenmill.api.call import record_of
 from tokenmill.api.errors import VIDEOS_PATH, ApiError
 from tokenmill.api.keys import Keys, caller, wrong_key
@@ -96,7 +96,7 @@ class RouteApp:
         with place:
             await self._relay(scope, receive, send, place)
 
-    def _admit(self, scope: Scope) -> Place:
+    def _admit(self, scope: Scope) -> CallPlace:
         """Let a call in; ApiError where there is no room or no key that a backend may see."""
         account = self._state.keys.account(Request(scope))
         if account == OPERATOR:
@@ -110,7 +110,7 @@ class RouteApp:
         is_one_of_several = backend_key is not None and keys.ring.is_needed
         return Tenant(account, keys.ring.salt) if is_one_of_several else None
 
-    async def _relay(self, scope: Scope, receive: Receive, send: Send, place: Place) -> None:
+    async def _relay(self, scope: Scope, receive: Receive, send: Send, place: CallPlace) -> None:
         state, tenant = self._state, self._tenant(place.account)
         record = record_of(scope)
         if tenant is not None:

@@ -1,21 +1,30 @@
-"""The ranking engine: submit, step, abort, stats; every request gets exactly one answer."""
+"""The ranking engine: batches of waiting requests through one model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from tokenmill.core.requests import End, Request, RequestOutput
 from tokenmill.core.specs.hstu import HstuSpec
-from tokenmill.core.types import InvalidRequestError, ModelLoadError, TokenmillError
+from tokenmill.core.tasks import Rank, Scores
+from tokenmill.core.types import (
+    EngineStats,
+    FinishReason,
+    InvalidRequestError,
+    ModelLoadError,
+    TokenmillError,
+)
 from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import make_batch
-from tokenmill.ranking.model import RankingModel, Scores
+from tokenmill.ranking.model import PendingScores, RankingModel
 from tokenmill.ranking.policy import BatchLimits, RankQueue, StepMeter, Waiting
-from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, check_request
+from tokenmill.ranking.rank_figures import RankFigures
+from tokenmill.ranking.requests import RankRequest, best_of, check_request, request_of
 
 # What fails one batch only. After anything else the engine is not to be trusted: an error of CUDA
 # comes back with every later call, so it is raised and ends the process.
@@ -24,30 +33,18 @@ _WARM_UPS = 3
 FEW_CANDIDATES = (1, 2, 4, 5, 16)  # products in fp8 of so few rows have kernels of their own
 
 
-@dataclass(slots=True)
-class RankStats:
-    """Counts since the engine was made."""
-
-    num_steps: int = 0
-    num_candidates: int = 0  # scored
-    num_tokens: int = 0
-    run_ns: int = 0
-    num_waiting: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # by how requests ended
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
     """A batch on its way."""
 
     waiting: list[Waiting]
     batch: RankBatch
-    scores: Scores
+    scores: PendingScores
     start_ns: int
 
 
 class RankingEngine:
-    """Batches of waiting requests through one model; one caller at a time.
+    """An Engine over a model; one thread calls it.
 
     `overlapped` has two batches in flight: a step makes and launches one while the GPU runs the one
     before it, and then returns the answers of that one.
@@ -66,8 +63,8 @@ class RankingEngine:
         self._overlapped = self.on_gpu if overlapped is None else overlapped
         self._in_flight: _Launched | None = None
         self._collected_ns = 0
-        self._answers: list[RankOutput] = []  # of requests that ended outside a step
-        self._stats = RankStats()
+        self._answers: list[RequestOutput] = []  # of requests that ended outside a step
+        self._figures = RankFigures(model.stores)
 
     def warm_up(self) -> None:
         """Run the largest batch until its kernels are compiled, its memory is taken and its rate
@@ -80,21 +77,22 @@ class RankingEngine:
         for batch in (*([request] for request in few), *[requests] * _WARM_UPS):
             self.queue.meter = StepMeter()
             for request in batch:
-                self.submit(request)
+                self.submit(request.asked())
             while self.has_work():
                 _check_warm(self.step(), limits)
-        self._stats = RankStats()
+        self._figures = RankFigures(self.model.stores)
 
-    def submit(self, request: RankRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a request; the next step answers one that is wrong or does not fit the queue."""
         try:
-            check_request(request, self.model.spec)
-        except InvalidRequestError as wrong:
-            name, message = request.request_id, str(wrong)
-            refusal = RankOutput(name, RankFinish.REJECT, message=message, code="invalid")
-            self._answers.append(refusal)
-            return
-        refused = self.queue.add(request, self.clock())
+            if not isinstance(request.task, Rank):
+                problem = "task: this engine scores candidates; the request asks for none"
+                raise InvalidRequestError(problem, "task")
+            asked = request_of(request)
+            check_request(asked, self.model.spec)
+            refused = self.queue.add(asked, self.clock())
+        except ValueError as wrong:
+            refused = End(FinishReason.REJECT, "invalid", str(wrong)).output(request.request_id)
         if refused is not None:
             self._answers.append(refused)
 
@@ -107,7 +105,7 @@ class RankingEngine:
     def has_work(self) -> bool:
         return bool(self._answers) or len(self.queue) > 0 or self._in_flight is not None
 
-    def step(self) -> list[RankOutput]:
+    def step(self) -> list[RequestOutput]:
         """Run one batch; the answers of its requests, and of those that ended without running.
 
         Raises what later steps would fail of, too; the engine has ended then.
@@ -125,16 +123,14 @@ class RankingEngine:
                 ending = launched
         if ending is not None:
             answers += self._collect(ending)
-        for answer in answers:
-            ended = self._stats.finished
-            ended[answer.finish] = ended.get(answer.finish, 0) + 1
+        self._figures.ended(answers)
         return answers
 
-    def stats(self) -> RankStats:
-        self._stats.num_waiting = len(self.queue)
-        return self._stats
+    def stats(self) -> EngineStats:
+        running = self._in_flight
+        return self._figures.stats(len(self.queue), len(running.waiting) if running else 0)
 
-    def _launch(self, waiting: list[Waiting]) -> _Launched | list[RankOutput]:
+    def _launch(self, waiting: list[Waiting]) -> _Launched | list[RequestOutput]:
         start, requests = self.clock(), [entry.request for entry in waiting]
         try:
             batch = make_batch(requests, self.model.spec, self.model.dense.device)
@@ -142,7 +138,7 @@ class RankingEngine:
         except _OF_THE_BATCH as fault:
             return _failed(waiting, fault)
 
-    def _collect(self, launched: _Launched) -> list[RankOutput]:
+    def _collect(self, launched: _Launched) -> list[RequestOutput]:
         waiting = launched.waiting
         try:
             scores = launched.scores.wait()
@@ -153,7 +149,7 @@ class RankingEngine:
         start_ns = max(launched.start_ns, self._collected_ns)
         run_ns, self._collected_ns = now - start_ns, now
         self.queue.meter.observe(sum(entry.flops for entry in waiting), run_ns)
-        self._count(waiting, run_ns)
+        self._figures.ran([entry.request for entry in waiting], run_ns)
         rows, normaliser = launched.batch.rows, launched.batch.normaliser
         parts = np.split(scores, rows.candidates[1:-1])
         of_batch = self.model.spec.scaling_seqlen == "batch"
@@ -161,13 +157,6 @@ class RankingEngine:
             _answer(entry, part, normaliser, of_batch, len(waiting), start_ns, run_ns)
             for entry, part in zip(waiting, parts, strict=True)
         ]
-
-    def _count(self, waiting: list[Waiting], run_ns: int) -> None:
-        requests = [entry.request for entry in waiting]
-        self._stats.num_steps += 1
-        self._stats.run_ns += run_ns
-        self._stats.num_candidates += sum(request.num_candidates for request in requests)
-        self._stats.num_tokens += sum(request.num_tokens for request in requests)
 
 
 def largest_batch(spec: HstuSpec, limits: BatchLimits) -> list[RankRequest]:
@@ -187,18 +176,17 @@ def _first_candidates(request: RankRequest, count: int) -> RankRequest:
     return replace(request, candidate_ids=few, candidate_category_ids=few)
 
 
-def _check_warm(outputs: list[RankOutput], limits: BatchLimits) -> None:
+def _check_warm(outputs: list[RequestOutput], limits: BatchLimits) -> None:
     for output in outputs:
-        if output.finish is not RankFinish.DONE:
+        if output.finish_reason is not FinishReason.STOP:
             raise ModelLoadError(
-                f"a batch of at most {limits.max_batch_tokens} tokens cannot run: {output.message}"
+                f"a batch of at most {limits.max_batch_tokens} tokens cannot run: {output.error}"
             )
 
 
-def _failed(waiting: list[Waiting], fault: Exception) -> list[RankOutput]:
-    message = f"the step failed: {type(fault).__name__}: {fault}"
-    names = [entry.request.request_id for entry in waiting]
-    return [RankOutput(name, RankFinish.ERROR, message=message, code="failed") for name in names]
+def _failed(waiting: list[Waiting], fault: Exception) -> list[RequestOutput]:
+    end = End(FinishReason.ERROR, "failed", f"the step failed: {type(fault).__name__}: {fault}")
+    return [end.output(entry.request.request_id) for entry in waiting]
 
 
 def _answer(
@@ -209,10 +197,23 @@ def _answer(
     batch_size: int,
     start_ns: int,
     run_ns: int,
-) -> RankOutput:
-    name, queued_ns = waiting.request.request_id, start_ns - waiting.arrival_ns
+) -> RequestOutput:
+    request, items = waiting.request, None
     if not np.isfinite(scores).all():
         message = "the model gave a score that is not a number; its weights or tables are damaged"
-        return RankOutput(name, RankFinish.ERROR, message=message, code="failed")
-    how = normaliser, of_batch, batch_size, queued_ns, run_ns
-    return RankOutput(name, RankFinish.DONE, scores, "", "", *how)
+        return End(FinishReason.ERROR, "failed", message).output(request.request_id)
+    if request.top_k is not None:
+        best = best_of(scores, request.top_k)
+        scores, items = scores[best], request.candidate_ids[best].astype("<i8").tobytes()
+    found = Scores(
+        scores=scores.astype("<f4").tobytes(),
+        item_ids=items,
+        num_tasks=scores.shape[1],
+        num_tokens=request.num_tokens,
+        scaling_seqlen=normaliser,
+        depends_on_batch=of_batch,
+        batch_size=batch_size,
+        queue_ms=(start_ns - waiting.arrival_ns) / 1e6,
+        run_ms=run_ns / 1e6,
+    )
+    return RequestOutput(request.request_id, [], finish_reason=FinishReason.STOP, delta=found)

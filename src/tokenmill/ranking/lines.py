@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.core.requests import Engine, RequestOutput
+from tokenmill.core.tasks import Scores
 from tokenmill.core.types import InvalidRequestError
-from tokenmill.ranking.engine import RankingEngine
 from tokenmill.ranking.metrics import RankMetrics, rank_metrics
 from tokenmill.ranking.request_json import read_labels, read_request, write_answer
-from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest
+from tokenmill.ranking.requests import RankRequest, scores_of
 
 LINES_AT_ONCE = 256
 Metrics = Sequence[float | None]  # as RankMetrics has them
@@ -24,9 +25,7 @@ Metrics = Sequence[float | None]  # as RankMetrics has them
 class LineRanker:
     """Lines through the engine, some at a time, and beside it through another to compare with."""
 
-    def __init__(
-        self, engine: RankingEngine, top_k: int | None, other: RankingEngine | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, top_k: int | None, other: Engine | None = None) -> None:
         self._engine, self._top_k, self._other = engine, top_k, other
         self.num_failed = self._num_done = 0
         self._scores: list[np.ndarray] = []
@@ -59,21 +58,21 @@ class LineRanker:
             yield answer
 
     def _compare(
-        self, requests: dict[str, tuple[RankRequest, Any]], outputs: dict[str, RankOutput]
+        self, requests: dict[str, tuple[RankRequest, Any]], outputs: dict[str, RequestOutput]
     ) -> None:
         """The same requests through the other engine, if there is one."""
         if self._other is None:
             return
         start = time.perf_counter()
         for name, (request, _) in requests.items():
-            self._other.submit(replace(request, request_id=name))
+            self._other.submit(replace(request, request_id=name).asked())
         others = _finish(self._other)
         for name, (_, labels) in requests.items():
             found, expected = outputs[name], others[name]
-            if found.finish == expected.finish == RankFinish.DONE:
-                self._apart.append((found.scores - expected.scores)[:, 0])
+            if isinstance(found.delta, Scores) and isinstance(expected.delta, Scores):
+                self._apart.append((scores_of(found) - scores_of(expected))[:, 0])
                 if labels is not None:
-                    self._other_scores.append(expected.scores[:, 0])
+                    self._other_scores.append(scores_of(expected)[:, 0])
         self.compared_s += time.perf_counter() - start
 
     def _submit(self, name: str, line: str) -> tuple[RankRequest, Any]:
@@ -84,11 +83,11 @@ class LineRanker:
             raise InvalidRequestError(f"not a JSON object: {wrong}") from None
         request = read_request(data, name)
         labels = read_labels(data, request.num_candidates)
-        self._engine.submit(replace(request, request_id=name))
+        self._engine.submit(replace(request, request_id=name).asked())
         return request, labels
 
     def _write(
-        self, number: int, request: RankRequest, labels: np.ndarray | None, output: RankOutput
+        self, number: int, request: RankRequest, labels: np.ndarray | None, output: RequestOutput
     ) -> dict[str, Any]:
         named = replace(output, request_id=request.request_id)
         answer = write_answer(named, request.candidate_ids, self._top_k)
@@ -96,16 +95,17 @@ class LineRanker:
             return {"line": number, **answer}
         self._num_done += 1
         if labels is not None:
-            self._scores.append(output.scores[:, 0])
+            self._scores.append(scores_of(output)[:, 0])
             self._labels.append(labels)
         return answer
 
     def report(self, elapsed_s: float) -> list[str]:
         """Sentences on how many and how fast, and with labels how good."""
         stats = self._engine.stats()
+        candidates = stats.figures["candidates_total"]
         rate = self._num_done / elapsed_s if elapsed_s else 0.0
         lines = [
-            f"{self._num_done} requests with {stats.num_candidates} candidates in {elapsed_s:.2f} s"
+            f"{self._num_done} requests with {candidates:.0f} candidates in {elapsed_s:.2f} s"
             f" ({rate:.1f} requests/s, {stats.num_steps} steps); {self.num_failed} failed"
         ]
         if self._scores:
@@ -128,8 +128,8 @@ class LineRanker:
         return lines
 
 
-def _finish(engine: RankingEngine) -> dict[str, RankOutput]:
-    outputs: dict[str, RankOutput] = {}
+def _finish(engine: Engine) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
     while engine.has_work():
         outputs |= {output.request_id: output for output in engine.step()}
     return outputs

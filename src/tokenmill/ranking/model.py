@@ -46,9 +46,9 @@ class RankingModel:
             store.close()
 
     @torch.inference_mode()
-    def launch(self, batch: RankBatch) -> Scores:
+    def launch(self, batch: RankBatch) -> PendingScores:
         """Probabilities float32[candidates of all requests, tasks]; a GPU may be at it still."""
-        return Scores(self.dense.scores(batch, self.embed(batch)))
+        return PendingScores(self.dense.scores(batch, self.embed(batch)))
 
     def score_batch(self, batch: RankBatch) -> np.ndarray:
         """The same on the host."""
@@ -62,7 +62,7 @@ class RankingModel:
         return np.split(self.score_batch(batch), batch.rows.candidates[1:-1])
 
 
-class Scores:
+class PendingScores:
     """Scores of a launched batch on their way to the host.
 
     Their copy stands in the device's stream right behind the batch: to wait for it is not to wait

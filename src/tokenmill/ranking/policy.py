@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from tokenmill.core.requests import End, RequestOutput
 from tokenmill.core.specs.hstu import HstuSpec
-from tokenmill.core.types import InvalidRequestError
-from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest
+from tokenmill.core.types import FinishReason, InvalidRequestError
+from tokenmill.ranking.requests import RankRequest
 
 _WEIGHT_OF_NEW = 0.2  # of a step's rate in the running mean
 
@@ -69,7 +70,7 @@ class RankQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: RankRequest, now_ns: int) -> RankOutput | None:
+    def add(self, request: RankRequest, now_ns: int) -> RequestOutput | None:
         """The answer to a request that is refused at once, else nothing."""
         if request.request_id in self._ids:
             name = request.request_id
@@ -89,19 +90,18 @@ class RankQueue:
         self._ids.add(request.request_id)
         return None
 
-    def abort(self, request_id: str) -> RankOutput | None:
+    def abort(self, request_id: str) -> RequestOutput | None:
         """The answer to a request that was waiting; one that runs is past stopping."""
         if request_id not in self._ids:
             return None
         self._ids.discard(request_id)
         self._waiting = deque(w for w in self._waiting if w.request.request_id != request_id)
-        message = "the caller gave up"
-        return RankOutput(request_id, RankFinish.ABORT, message=message, code="aborted")
+        return End(FinishReason.ABORT, "aborted", "the caller gave up").output(request_id)
 
-    def take(self, now_ns: int) -> tuple[list[Waiting], list[RankOutput]]:
+    def take(self, now_ns: int) -> tuple[list[Waiting], list[RequestOutput]]:
         """The next batch, and the answers to requests whose deadline it would miss."""
         batch: list[Waiting] = []
-        late: list[RankOutput] = []
+        late: list[RequestOutput] = []
         tokens, flops = 0, 0.0
         while self._waiting and len(batch) < self.limits.max_batch_requests:
             head = self._waiting[0]
@@ -126,12 +126,11 @@ class RankQueue:
         return tokens > self.limits.max_batch_tokens or too_long
 
 
-def _refusal(request: RankRequest, message: str, code: str) -> RankOutput:
-    return RankOutput(request.request_id, RankFinish.REJECT, message=message, code=code)
+def _refusal(request: RankRequest, message: str, code: str) -> RequestOutput:
+    return End(FinishReason.REJECT, code, message).output(request.request_id)
 
 
-def _late_output(waiting: Waiting, now_ns: int) -> RankOutput:
-    queued_ns = now_ns - waiting.arrival_ns
-    message = f"the deadline cannot be met after {queued_ns / 1e6:.1f} ms in the queue"
-    name = waiting.request.request_id
-    return RankOutput(name, RankFinish.ABORT, message=message, code="deadline", queued_ns=queued_ns)
+def _late_output(waiting: Waiting, now_ns: int) -> RequestOutput:
+    queued_ms = (now_ns - waiting.arrival_ns) / 1e6
+    message = f"the deadline cannot be met after {queued_ms:.1f} ms in the queue"
+    return End(FinishReason.ABORT, "deadline", message).output(waiting.request.request_id)

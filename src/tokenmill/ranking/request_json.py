@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.tasks import Scores
 from tokenmill.core.types import InvalidRequestError
-from tokenmill.ranking.requests import RankFinish, RankOutput, RankRequest, ids_of
+from tokenmill.ranking.requests import RankRequest, best_of, ids_of, scores_of
 from tokenmill.ranking.synthetic import LabelledRequest
 
 _FIELDS = {"request_id", "user_id", "history", "candidates", "query_time"}
@@ -95,26 +97,21 @@ def write_request(labelled: LabelledRequest) -> dict[str, Any]:
 
 
 def write_answer(
-    output: RankOutput, candidate_ids: np.ndarray, top_k: int | None
+    output: RequestOutput, candidate_ids: np.ndarray, top_k: int | None
 ) -> dict[str, Any]:
     """Scores in the order of the candidates, or the best of them with their items."""
-    if output.finish is not RankFinish.DONE:
-        return {"request_id": output.request_id, "error": output.message}
-    scores = output.scores[:, 0] if output.scores.shape[1] == 1 else output.scores
     answer: dict[str, Any] = {"request_id": output.request_id}
+    if not isinstance(found := output.delta, Scores):
+        return answer | {"error": output.error}
+    of_tasks = scores_of(output)
+    scores = of_tasks[:, 0] if found.num_tasks == 1 else of_tasks
     if top_k is None:
         answer["scores"] = np.round(scores.astype(float), 6).tolist()
     else:
-        best = best_of(output.scores, top_k)
+        best = best_of(of_tasks, top_k)
         answer["item_ids"] = candidate_ids[best].tolist()
         answer["scores"] = np.round(scores[best].astype(float), 6).tolist()
-    answer["scaling_seqlen"] = output.scaling_seqlen
-    if output.batch_dependent:
-        answer["depends_on_batch_of"] = output.batch_size
+    answer["scaling_seqlen"] = found.scaling_seqlen
+    if found.depends_on_batch:
+        answer["depends_on_batch_of"] = found.batch_size
     return answer
-
-
-def best_of(scores: np.ndarray, count: int) -> np.ndarray:
-    """The candidates with the highest scores of the first task, best first; ties by their order."""
-    best: np.ndarray = np.argsort(-scores[:, 0], kind="stable")[:count]
-    return best

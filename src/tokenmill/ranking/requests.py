@@ -7,12 +7,13 @@ Errors name a field as a request's JSON has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill.core.requests import Request, RequestOutput
 from tokenmill.core.specs.hstu import HstuSpec
+from tokenmill.core.tasks import Rank, Scores
 from tokenmill.core.types import InvalidRequestError
 
 Ids = np.ndarray  # int64[n]
@@ -32,6 +33,21 @@ class RankRequest:
     timestamps: Ids | None = None  # seconds, of each item of the history; absent: query_time
     query_time: int = 1
     deadline_ns: int | None = None  # of time.monotonic_ns(); later answers are worth nothing
+    top_k: int | None = None  # only the best are answered, in descending order
+
+    def asked(self) -> Request[Rank]:
+        """The same as an engine is asked."""
+        names = ("item_ids", "category_ids", "actions", "candidate_ids", "candidate_category_ids")
+        ids = {name: getattr(self, name).astype("<i8").tobytes() for name in names}
+        times = None if self.timestamps is None else self.timestamps.astype("<i8").tobytes()
+        task = Rank(
+            user_id=self.user_id,
+            timestamps=times,
+            query_time=self.query_time,
+            top_k=self.top_k,
+            **ids,
+        )
+        return Request(self.request_id, task, deadline_ns=self.deadline_ns)
 
     @property
     def num_history(self) -> int:
@@ -47,29 +63,39 @@ class RankRequest:
         return 1 + self.num_history + self.num_candidates
 
 
-class RankFinish(StrEnum):
-    """How a request ended; every submitted request gets exactly one."""
+def request_of(asked: Request) -> RankRequest:
+    """A request whose task is to rank; its arrays are those of the message."""
+    task: Rank = asked.task
+    times = task.timestamps
+    return RankRequest(
+        request_id=asked.request_id,
+        user_id=task.user_id,
+        item_ids=_ids(task.item_ids),
+        category_ids=_ids(task.category_ids),
+        actions=_ids(task.actions),
+        candidate_ids=_ids(task.candidate_ids),
+        candidate_category_ids=_ids(task.candidate_category_ids),
+        timestamps=None if times is None else _ids(times),
+        query_time=task.query_time,
+        deadline_ns=asked.deadline_ns,
+        top_k=task.top_k,
+    )
 
-    DONE = "done"
-    ABORT = "abort"  # the caller gave up, or the deadline passed
-    REJECT = "reject"  # never ran: the queue is full
-    ERROR = "error"
+
+def _ids(data: bytes) -> Ids:
+    return np.frombuffer(data, "<i8")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankOutput:
-    """The one answer of a request."""
+def scores_of(output: RequestOutput) -> np.ndarray:
+    """Scores [n, num_tasks] of a request that was answered, float32."""
+    assert isinstance(output.delta, Scores), output.error
+    return np.frombuffer(output.delta.scores, "<f4").reshape(-1, output.delta.num_tasks)
 
-    request_id: str
-    finish: RankFinish
-    scores: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), np.float32))  # [n, tasks]
-    message: str = ""  # why there are no scores
-    code: str = ""  # the same in a word: invalid, queue_full, deadline, aborted or failed
-    scaling_seqlen: int = 0  # what attention was divided by
-    batch_dependent: bool = False  # that number came from the batch: others change these scores
-    batch_size: int = 0  # requests of the step
-    queued_ns: int = 0
-    run_ns: int = 0
+
+def best_of(scores: np.ndarray, count: int) -> np.ndarray:
+    """The candidates with the highest scores of the first task, best first; ties by their order."""
+    best: np.ndarray = np.argsort(-scores[:, 0], kind="stable")[:count]
+    return best
 
 
 def ids_of(name: str, values: Sequence[int] | Ids) -> Ids:

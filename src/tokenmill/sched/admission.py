@@ -205,7 +205,7 @@ class Admission:
         seq.scheduled_ns = self.now_ns
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
         request, counters = seq.request, self._counters
-        if request.kv_from is not None or request.output_token_ids:
+        if request.task.kv_from is not None or request.task.output_token_ids:
             return  # another engine counted the prompt
         if seq.num_cached_tokens:
             seq.cost.saved_s = self._meter.saved_s(seq.num_cached_tokens)

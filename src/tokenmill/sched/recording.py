@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tokenmill.core.config import ExecutionConfig, SchedulerConfig
-from tokenmill.core.types import Request, RequestOutput, StepResult, TokenmillError
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import StepResult, TokenmillError
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.meter import StepMeter
 from tokenmill.sched.scheduler import Scheduler
@@ -177,7 +178,11 @@ class RecordedScheduler(Scheduler):
     def add(self, request: Request) -> None:
         """Queue a request, and write what decides on its turn."""
         self._rotate()
-        if self._file.over or request.kv_from is not None or request.hold_kv_s is not None:
+        if (
+            self._file.over
+            or request.task.kv_from is not None
+            or request.task.hold_kv_s is not None
+        ):
             return super().add(request)
         number = self._num_added
         super().add(request)
@@ -186,7 +191,7 @@ class RecordedScheduler(Scheduler):
             return None
         self._num_added += 1
         self._numbers[request.request_id], self._recorded[request.request_id] = number, seq
-        sampling = request.sampling
+        sampling = request.task.sampling
         self._file.write(
             [
                 "add",
@@ -194,8 +199,8 @@ class RecordedScheduler(Scheduler):
                 request.arrival_ns,
                 request.deadline_ns,
                 request.priority,
-                len(request.prompt_token_ids),
-                len(request.output_token_ids),
+                len(request.task.prompt_token_ids),
+                len(request.task.output_token_ids),
                 sampling.max_tokens,
                 sampling.min_tokens,
                 sampling.prompt_logprobs is not None,

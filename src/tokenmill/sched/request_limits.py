@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.kv import PREFILLED
-from tokenmill.core.types import FinishReason, Request, RequestOutput, no_room
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import FinishReason, no_room
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.sequence import Sequence
 from tokenmill.sched.trackers import LOOP, LoopFinder, Thinking
@@ -26,9 +27,9 @@ class RequestLimits(NamedTuple):
 
     def refusal(self, request: Request, num_waiting: int) -> tuple[str, str] | None:
         """Why a request is not taken: (stop_reason, a sentence), or None."""
-        num_prompt = len(request.prompt_token_ids) + len(request.output_token_ids)
+        num_prompt = len(request.task.prompt_token_ids) + len(request.task.output_token_ids)
         max_len = self.config.max_model_len
-        if not request.prompt_token_ids:
+        if not request.task.prompt_token_ids:
             return "empty_prompt", "the prompt has no tokens, at least 1 is needed"
         if num_prompt > max_len - 1:
             return "too_long", no_room(num_prompt, max_len)
@@ -43,7 +44,7 @@ class RequestLimits(NamedTuple):
     def queue_full(self, request: Request, num_waiting: int) -> tuple[str, str] | None:
         """Why a request cannot wait; one that began elsewhere is taken in any case."""
         most = self.config.max_waiting
-        if num_waiting < most or request.output_token_ids:
+        if num_waiting < most or request.task.output_token_ids:
             return None
         return "queue_full", f"{num_waiting} requests wait; the limit is {most} (--max-queue)"
 
@@ -51,21 +52,21 @@ class RequestLimits(NamedTuple):
         self, request: Request, order: int, eos: frozenset[int], texts: Items[str] = ()
     ) -> Sequence:
         """The sequence of a request that came as number `order`; `texts` of the vocabulary."""
-        sampling = request.sampling
+        sampling = request.task.sampling
         priority = request.priority if self.config.policy == "priority" else 0
         # One token past the pool needs no block of its own as long as nothing follows it.
         max_len = min(self.config.max_model_len, self.capacity + 1)
         if sampling.max_tokens is not None:
-            max_len = min(max_len, len(request.prompt_token_ids) + sampling.max_tokens)
-        if request.hold_kv_s is not None:
-            max_len = min(max_len, len(request.prompt_token_ids) + 1)
+            max_len = min(max_len, len(request.task.prompt_token_ids) + sampling.max_tokens)
+        if request.task.hold_kv_s is not None:
+            max_len = min(max_len, len(request.task.prompt_token_ids) + 1)
         stop_ids = frozenset() if sampling.ignore_eos else eos
         if sampling.stop_token_ids:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         seq = Sequence(request, (priority, request.arrival_ns, order), max_len, stop_ids)
         budget, marks = sampling.thinking_token_budget, sampling.reasoning
         if budget is not None and marks is not None:
-            seq.thinking = Thinking(budget, marks, request.prompt_token_ids, texts)
+            seq.thinking = Thinking(budget, marks, request.task.prompt_token_ids, texts)
         detection = sampling.repetition_detection
         if detection is not None and detection.max_pattern_size:
             seq.loops = LoopFinder(detection)
@@ -106,7 +107,7 @@ def _note_end(
     eos: frozenset[int],
     max_model_len: int,
 ) -> None:
-    sampling = seq.request.sampling
+    sampling = seq.request.task.sampling
     enough = seq.num_output_tokens >= sampling.min_tokens
     if token in seq.stop_ids and enough:
         output.finish_reason = FinishReason.STOP
@@ -120,8 +121,8 @@ def _note_end(
 
 def length_reason(seq: Sequence, max_model_len: int) -> str | None:
     """Return why a sequence ended early, if neither its request nor the context did that."""
-    max_tokens = seq.request.sampling.max_tokens
+    max_tokens = seq.request.task.sampling.max_tokens
     asked = max_tokens is not None and seq.num_output_tokens >= max_tokens
     if asked or seq.num_tokens >= max_model_len:
         return None
-    return "kv_capacity" if seq.request.hold_kv_s is None else PREFILLED
+    return "kv_capacity" if seq.request.task.hold_kv_s is None else PREFILLED

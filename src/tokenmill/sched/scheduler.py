@@ -8,14 +8,8 @@ from dataclasses import replace
 from tokenmill.core.config import SchedulerConfig
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv import PREFILLED
-from tokenmill.core.types import (
-    End,
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    StepResult,
-)
+from tokenmill.core.requests import End, Request, RequestOutput
+from tokenmill.core.types import EngineStats, FinishReason, StepResult
 from tokenmill.sched import decode_only, request_limits
 from tokenmill.sched.admission import Admission
 from tokenmill.sched.cache.block_ledger import BlockLedger, Leases
@@ -176,7 +170,7 @@ class Scheduler:
         self.meter.settle(seq)
         self._count_end(reason)
         spent = seq.thinking is not None and seq.thinking.is_spent
-        self._counters.num_budgets_spent += spent and seq.request.hold_kv_s is None
+        self._counters.num_budgets_spent += spent and seq.request.task.hold_kv_s is None
         self.leases.abandon(seq.request_id)
         is_outside = seq.request_id in self._queues.outside
         self._queues.move(seq, Status.ENDED)
@@ -487,7 +481,7 @@ class Scheduler:
             if len(tokens) == 1 and token not in seq.stop_ids and num_tokens + 1 < seq.look_at:
                 token_ids.append(token)
                 num_kept += 1
-            elif seq.request.hold_kv_s is not None and not seq.block_ids:
+            elif seq.request.task.hold_kv_s is not None and not seq.block_ids:
                 outputs.pop()  # preempted while its last chunk was in flight: it runs again
             else:
                 self._append(seq, output)

@@ -7,7 +7,8 @@ from enum import Enum, auto
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.images import ImageInput
-from tokenmill.core.types import Request, TokenLogprobs
+from tokenmill.core.requests import Request
+from tokenmill.core.types import TokenLogprobs
 from tokenmill.sched.cache.blocks import chain_seed
 from tokenmill.sched.trackers import LoopFinder, NgramIndex, Thinking
 
@@ -82,14 +83,14 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.request_id = request.request_id
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.image_end = request.images[-1].end if request.images else 0
-        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        if request.sampling.prompt_logprobs is not None:
+        self.num_prompt_tokens = len(request.task.prompt_token_ids)
+        self.image_end = request.task.images[-1].end if request.task.images else 0
+        self.token_ids = [*request.task.prompt_token_ids, *request.task.output_token_ids]
+        if request.task.sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         self.limit = self.look_at = self.max_len
-        self.chain = [chain_seed(request.cache_salt)]
-        self.parent = request.cache_salt
+        self.chain = [chain_seed(request.task.cache_salt)]
+        self.parent = request.task.cache_salt
 
     @property
     def finished(self) -> bool:
@@ -98,7 +99,7 @@ class Sequence:
     @property
     def remote(self) -> bool:
         """Whether another engine is to compute its prompt."""
-        return self.request.kv_from is not None and not self.started
+        return self.request.task.kv_from is not None and not self.started
 
     @property
     def num_tokens(self) -> int:

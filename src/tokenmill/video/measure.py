@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
 from tokenmill.video.experts import synchronize
 from tokenmill.video.pipeline import Pipeline
 from tokenmill.video.video_job import VideoJob

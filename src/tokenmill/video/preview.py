@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenmill.core.video import Video
+from tokenmill.core.tasks import VideoFrames
 from tokenmill.video.video_engine import VideoEngine
 from tokenmill.video.video_files import png_file
 
 _WIDTH = 320  # pixels at most
 
 
-def frame_picture(video: Video) -> bytes:
+def frame_picture(video: VideoFrames) -> bytes:
     """The middle frame as a PNG file; of large ones every n-th pixel."""
     stride = -(-video.width // _WIDTH)
     frame = np.frombuffer(video.frame(video.num_frames // 2), np.uint8)

@@ -9,14 +9,9 @@ from collections import Counter
 import torch
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.types import (
-    End,
-    EngineStats,
-    FinishReason,
-    InvalidRequestError,
-    Request,
-    RequestOutput,
-)
+from tokenmill.core.requests import End, Request, RequestOutput
+from tokenmill.core.tasks import TaskProgress
+from tokenmill.core.types import EngineStats, FinishReason, InvalidRequestError
 from tokenmill.video.pipeline import Pipeline
 from tokenmill.video.video_job import VideoJob
 
@@ -116,8 +111,8 @@ class VideoEngine:
         if end is not None:  # out of the except clause: the error's frames hold the job's tensors
             self._drop(job, end)
         else:
-            output = RequestOutput(job.request.request_id, [], progress=job.progress)
-            self._ended.append(output)
+            progress = TaskProgress(job.progress)
+            self._ended.append(RequestOutput(job.request.request_id, [], delta=progress))
 
     def _drop(self, job: VideoJob, end: End) -> None:
         """Take a job out, free what it holds and give its terminal output."""
@@ -138,8 +133,8 @@ class VideoEngine:
     ) -> None:
         self._num_finished[end.reason.value] += 1
         output = end.output(request_id, cost=cost)
-        output.progress = None if job is None else job.progress
-        output.video = None if job is None else job.video
+        if job is not None:
+            output.delta = job.video or TaskProgress(job.progress)
         self._ended.append(output)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tokenmill.core.installation import install_command
+from tokenmill.core.tasks import VideoFrames
 from tokenmill.core.types import TokenmillError
-from tokenmill.core.video import Video
 
 _BIT_RATE_PER_PIXEL = 0.25  # bits of a second's pixel, of which H.264 shows clear pictures
 
@@ -57,7 +57,7 @@ def _check_writable(path: Path) -> None:
         raise TokenmillError(f"{path}: no permission to write to {found}; give another --out")
 
 
-def write_video(video: Video, path: Path) -> None:
+def write_video(video: VideoFrames, path: Path) -> None:
     """Write an .mp4 file, or frame-0001.png and so on into a folder."""
     if path.suffix == ".mp4":
         path.write_bytes(mp4_bytes(video))
@@ -67,7 +67,7 @@ def write_video(video: Video, path: Path) -> None:
         (path / f"frame-{index + 1:04d}.png").write_bytes(png_bytes(video, index))
 
 
-def mp4_bytes(video: Video) -> bytes:
+def mp4_bytes(video: VideoFrames) -> bytes:
     """H.264 in an mp4 container."""
     import av
 
@@ -85,7 +85,7 @@ def mp4_bytes(video: Video) -> bytes:
     return buffer.getvalue()
 
 
-def png_bytes(video: Video, index: int) -> bytes:
+def png_bytes(video: VideoFrames, index: int) -> bytes:
     """One frame as a PNG file."""
     return png_file(video.width, video.height, video.frame(index))
 

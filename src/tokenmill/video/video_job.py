@@ -14,9 +14,11 @@ from pickle import UnpicklingError
 
 import torch
 
+from tokenmill.core.requests import Request
 from tokenmill.core.specs.wan import WanSpec, check_video
-from tokenmill.core.types import InvalidRequestError, Request
-from tokenmill.core.video import Video, VideoParams
+from tokenmill.core.tasks import Video, VideoFrames
+from tokenmill.core.types import InvalidRequestError
+from tokenmill.core.video import VideoParams
 from tokenmill.core.video_parallel import VideoParallel, check_division, check_ranks
 from tokenmill.kernels.bidirectional import ROUNDINGS, runs_on
 from tokenmill.models.wan.wan_transformer import TextKV, WanTransformer
@@ -34,14 +36,15 @@ class VideoJob:
 
     def __init__(self, request: Request, pipeline: Pipeline) -> None:
         self.request, self.pipeline = request, pipeline
-        self.params = check_video(request, pipeline.spec)
+        self.task = _task(request, pipeline.spec)
+        self.params = self.task.params
         width, height = self.params.size
         _check_latent(self.params, pipeline.spec)
         check_attention(self.params, pipeline.device)
         self.grid = pipeline.spec.grid(self.params.num_frames, height, width)
         check_division(pipeline.parallel, self.params, pipeline.spec)
         self.latents: torch.Tensor | None = None  # after the last step so far
-        self.video: Video | None = None
+        self.video: VideoFrames | None = None
         self.num_skipped = 0  # steps that the step cache skipped
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.step_seconds: list[float] = []
@@ -85,7 +88,7 @@ class VideoJob:
         width, height = self.params.size
         data, count = b"".join(frames), self.params.num_frames
         seconds, fps = dict(self.seconds), self.params.fps
-        self.video = Video(width, height, fps, count, data, seconds, self.num_skipped)
+        self.video = VideoFrames(width, height, fps, count, data, seconds, self.num_skipped)
 
     def decode(self, latents: torch.Tensor) -> Iterator[bytes]:
         """RGB bytes of each latent frame's frames; nothing on ranks other than the first."""
@@ -138,7 +141,7 @@ class VideoJob:
 
     def _encode(self) -> list[torch.Tensor]:
         """Embeddings in batches of branches: the prompt, with guidance also the negative one."""
-        prompts = [self.request.prompt_token_ids]
+        prompts = [self.task.prompt_token_ids]
         if self.params.guided:
             prompts.append(list(self.params.negative_token_ids))
         split = self.pipeline.split
@@ -190,6 +193,14 @@ def _to_bytes(frames: torch.Tensor) -> bytes:
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy().tobytes()
 
 
+def _task(request: Request, spec: WanSpec) -> Video:
+    """What a request asks for, checked."""
+    if not isinstance(task := request.task, Video):
+        raise InvalidRequestError("this engine makes videos; the request asks for none", "task")
+    check_video(task, spec)
+    return task
+
+
 def check_job(
     request: Request,
     spec: WanSpec,
@@ -197,7 +208,7 @@ def check_job(
     device: torch.device | None = None,
 ) -> None:
     """Raise what a job of the request would, before any weights are read."""
-    params = check_video(request, spec)
+    params = _task(request, spec).params
     _check_latent(params, spec)
     if device is not None:
         check_attention(params, device)

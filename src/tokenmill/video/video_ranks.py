@@ -10,7 +10,8 @@ import os
 from dataclasses import replace
 
 from tokenmill.core.config import ModelConfig
-from tokenmill.core.types import Engine, EngineStats, RanksLostError, Request, RequestOutput
+from tokenmill.core.requests import Engine, Request, RequestOutput
+from tokenmill.core.types import EngineStats, RanksLostError
 from tokenmill.core.video_parallel import VideoParallel, check_ranks
 from tokenmill.engine.ranks.group import RankGroup, check_gpus
 from tokenmill.engine.ranks.rank_messages import (

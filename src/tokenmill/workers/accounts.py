@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.types import EngineStats, RequestOutput
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.types import EngineStats
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot
 

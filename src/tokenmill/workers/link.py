@@ -18,9 +18,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tokenmill.core.types import Request, TokenmillError
+from tokenmill.core.requests import Request
+from tokenmill.core.types import TokenmillError
 from tokenmill.workers.messages import (
-    Failed,
     FromWorker,
     LoadReported,
     ModelFacts,
@@ -29,6 +29,7 @@ from tokenmill.workers.messages import (
     Shutdown,
     Submit,
     ToWorker,
+    WorkerFailed,
     decode_from_worker,
     encode,
 )
@@ -245,7 +246,7 @@ class WorkerLink:
                 self._offset_ns = clock_ns - time.monotonic_ns() if self._elsewhere else 0
                 self.pid = pid
                 self.ready.set_result(facts)
-            case Failed(message=reason):
+            case WorkerFailed(message=reason):
                 self.reason = self.reason or reason
             case Outputs(outputs=outputs):
                 for output in outputs:

@@ -4,10 +4,10 @@ A prefill worker and a decode worker share a request by these messages, in order
 
 1. Once per pair: the front sends ConnectKV with the prefill worker's address (ModelFacts.kv) to the
    decode worker, which answers KVConnected; its `error` says why the two do not go together.
-2. Submit to the prefill worker with Request.hold_kv_s. It answers with KVNotices, chunk by chunk,
+2. Submit to the prefill worker with Generate.hold_kv_s. It answers with KVNotices, chunk by chunk,
    and with one Outputs: the first token. Only if its stop_reason is "prefilled" is there more to
    come; the lease then runs for hold_kv_s.
-3. On the first notice of a request: Submit to the decode worker with Request.kv_from, then
+3. On the first notice of a request: Submit to the decode worker with Generate.kv_from, then
    KVNotices with each notice as it came. The decode worker reads the blocks, says KVReceived and
    sends the outputs from the second token on.
 4. On KVReceived, or when the decode worker ends the request: ReleaseKV to the prefill worker.
@@ -17,8 +17,7 @@ Whatever ends a request early is Abort to both. A dead prefill worker is Disconn
 workers: requests that wait for its KV end in ERROR with stop_reason "kv_transfer", as they do when
 no notice comes for half a lease. A dead decode worker is Abort or ReleaseKV to the prefill worker.
 
-Workers whose engine answers jobs (jobs/) take SubmitJobs and Abort, and send JobOutputs; what their
-API has to know is in ModelFacts.about, and the figures of their engine in Stats.figures.
+What the API has to know of an engine of another task than text is in ModelFacts.about.
 
 With several fronts (fronts/), the process that started a worker is its owner, and each front has a
 link of its own: AddFront makes the worker connect to it, and the same messages go over it. Each
@@ -35,27 +34,27 @@ from typing import Any
 import msgspec
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.jobs.job_engine import JobOutput
 from tokenmill.core.kv import KVAddress, KVNotice
 from tokenmill.core.kv_events import Dump, EventBatch, PackedEvent, pack_events, unpack_events
-from tokenmill.core.types import EngineStats, Request, RequestOutput
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import EngineStats
 from tokenmill.routing.load_report import LoadReport
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """What the worker tells the frontend about the engine it owns."""
 
-    max_model_len: int
-    vocab_size: int
-    num_kv_blocks: int
-    block_size: int
-    dtype: str
+    max_model_len: int = 0
+    vocab_size: int = 0
+    num_kv_blocks: int = 0
+    block_size: int = 1
+    dtype: str = "none"
     kv_tokens: int | None = None  # of one request that the blocks hold
     device: str = "cpu"
     kv: KVAddress | None = None  # how other engines reach its KV
     max_waiting: int | None = None  # requests that may wait; None: any number
     warnings: list[str] = []  # sentences about what did not go as asked
-    about: dict[str, Any] = {}  # of an engine of jobs
+    about: dict[str, Any] = {}  # of an engine of another task than text
     gpus: list[str] = []  # what names its GPUs on whatever machine
 
 
@@ -63,15 +62,6 @@ class Submit(msgspec.Struct, tag=True):
     requests: list[Request]
     num_uncached: list[int] = []  # tokens to be computed, as the front sees it; []: whole prompts
     hashes: list[list[int]] = []  # with several fronts: marks of the blocks that each computes
-
-
-class Job(msgspec.Struct):
-    job_id: str
-    payload: bytes
-
-
-class SubmitJobs(msgspec.Struct, tag=True):
-    jobs: list[Job]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -87,7 +77,7 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
 
 
 class GetKV(msgspec.Struct, tag=True):
-    """Answered by a KVDump and, from then on, by KVEvents; by an engine that knows of these."""
+    """Answered by a KVDump and, from then on, by BlockEvents; by an engine that knows of these."""
 
     with_tokens: bool = False  # events have the tokens of blocks, too
 
@@ -129,7 +119,7 @@ class Ready(msgspec.Struct, tag=True):
     pid: int = 0
 
 
-class Failed(msgspec.Struct, tag=True):
+class WorkerFailed(msgspec.Struct, tag=True):
     """The worker is about to exit; the message is one sentence for the user."""
 
     message: str
@@ -163,6 +153,7 @@ class OutputPacker:
                 output.finish_reason is None
                 and output.logprobs is None
                 and output.prompt_logprobs is None
+                and output.delta is None
                 and request_id in begun
                 and request_id not in tokens
             ):
@@ -177,24 +168,19 @@ class OutputPacker:
         return Outputs(others, tokens)
 
 
-class JobOutputs(msgspec.Struct, tag=True):
-    outputs: list[JobOutput]
-
-
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
     costs: dict[str, Cost] = {}  # of the requests that have not ended, so far
-    figures: dict[str, float] = {}  # of an engine of jobs
 
 
-class KVEvents(msgspec.Struct, tag=True):
+class BlockEvents(msgspec.Struct, tag=True):
     """What the prefix cache took in and dropped since the last batch."""
 
     sequence: int
     events: list[PackedEvent]
 
     @classmethod
-    def of(cls, batch: EventBatch) -> KVEvents:
+    def of(cls, batch: EventBatch) -> BlockEvents:
         return cls(batch.sequence, pack_events(batch.events))
 
     def batch(self) -> EventBatch:
@@ -258,19 +244,10 @@ KVFromWorker = KVConnected | KVNotices | KVReceived | LeasesExpired
 FrontToWorker = AddFront | DropFront
 FrontFromWorker = FrontLost | FrontDropped | LoadReported
 ToWorker = (
-    Submit
-    | SubmitJobs
-    | Abort
-    | GetStats
-    | GetKV
-    | ResetPrefixCache
-    | Shutdown
-    | KVToWorker
-    | FrontToWorker
+    Submit | Abort | GetStats | GetKV | ResetPrefixCache | Shutdown | KVToWorker | FrontToWorker
 )
-OutputsFromWorker = Outputs | JobOutputs
 FromWorker = (
-    Ready | Failed | OutputsFromWorker | Stats | KVEvents | KVDump | KVFromWorker | FrontFromWorker
+    Ready | WorkerFailed | Outputs | Stats | BlockEvents | KVDump | KVFromWorker | FrontFromWorker
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -14,19 +14,21 @@ import time
 from collections.abc import Iterable
 
 from tokenmill.core.kv import PREFILLED, KVNotice
-from tokenmill.core.types import FinishReason, RequestOutput
+from tokenmill.core.requests import Generate, RequestOutput
+from tokenmill.core.tasks import TaskProgress
+from tokenmill.core.types import EngineStats, FinishReason, add_stats
 from tokenmill.routing.suspects import Suspects
 from tokenmill.workers.accounts import Accounts
 from tokenmill.workers.assignment import Assignment
 from tokenmill.workers.exchange.handover import Handovers
 from tokenmill.workers.messages import (
     Abort,
+    BlockEvents,
     FromWorker,
     FrontDropped,
     FrontLost,
     KVConnected,
     KVDump,
-    KVEvents,
     KVNotices,
     KVReceived,
     LeasesExpired,
@@ -59,6 +61,7 @@ class Migration:
         self._accounts = accounts
         self.open: dict[str, OpenRequest] = {}
         self.num_migrations = 0
+        self.past_figures: dict[str, float] = {}  # counters of workers that have left
         self._routers = routers
         self._handovers = handovers
         self._assignment = assignment
@@ -70,8 +73,10 @@ class Migration:
     def submit(self, entries: list[OpenRequest]) -> None:
         """Take requests and send them to workers, of which there must be one."""
         for entry in entries:
-            self.open[entry.request.request_id] = entry
-        self._assignment.send(entries)
+            if (name := entry.request.request_id) in self.open:
+                raise ValueError(f"request_id: {name!r} is open already")
+            self.open[name] = entry
+        self._held += self._assignment.send(entries)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests and free what the engines hold for them; finished ids are ignored."""
@@ -154,6 +159,7 @@ class Migration:
     def worker_gone(self, slot: WorkerSlot) -> None:
         """A worker that has left was stopped: it has nothing more to tell."""
         self._accounts.left(slot)
+        self.past_figures = add_stats(EngineStats(figures=self.past_figures), slot.stats()).figures
         self._handovers.on_gone(slot)
 
     def on_message(self, slot: WorkerSlot, message: FromWorker) -> None:
@@ -169,7 +175,7 @@ class Migration:
             case Stats(costs=costs):
                 self._accounts.told(slot, costs)
                 self._routers.learn()
-            case KVEvents():
+            case BlockEvents():
                 self._routers.on_events(slot, message)
             case KVDump():
                 self._routers.on_dump(slot, message)
@@ -248,6 +254,7 @@ class Migration:
         if output.finish_reason is not None:
             if self._is_to_be_tried_again(entry, output, prefilling):
                 return
+            slot.num_ended += 1
             self._close(entry)
         elif not entry.token_ids:
             self._routers.of(slot).prefill_done(output.request_id)
@@ -287,7 +294,8 @@ class Migration:
         self._routers.free(entry, len(entry.token_ids))
         self._handovers.end(entry, failed)
         del self.open[entry.request.request_id]
-        if self._suspects.ended(entry):
+        has_room = not isinstance(entry.request.task, Generate) and bool(self._held)
+        if self._suspects.ended(entry) or has_room:
             self._try_next()
 
     # Requests move.
@@ -298,6 +306,9 @@ class Migration:
             _log.debug("%s goes on elsewhere: %s", entry.sent_as, reason)
             entry.trace.migrated(reason)
             self._hold(entry, failed=not refused)
+            if not isinstance(entry.request.task, Generate):  # it begins anew
+                anew = RequestOutput(entry.request.request_id, [], delta=TaskProgress(0.0))
+                entry.stream.put(entry.index, anew)
         self.num_migrations += len(entries)
         self.send_held()
 
@@ -329,4 +340,4 @@ class Migration:
             for entry in held:
                 if self.open.get(entry.request.request_id) is entry:
                     (going if self._suspects.may_go(entry) else self._held).append(entry)
-            self._assignment.send(going)
+            self._held += self._assignment.send(going)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.images import content_ids
-from tokenmill.core.types import FinishReason, Request, RequestOutput
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason
 from tokenmill.sched.cache.blocks import U64, hash_input
 from tokenmill.workers.output_stream import OutputStream
 from tokenmill.workers.slot import WorkerSlot
@@ -15,7 +16,7 @@ from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
 
 @dataclass(slots=True)
-class Handover:
+class OpenHandover:
     """A prompt that another worker computes than the one that decodes."""
 
     request: Request  # as the worker that decodes will see it
@@ -31,7 +32,7 @@ class OpenRequest:
     stream: OutputStream
     index: int
     slot: WorkerSlot | None = None  # who generates; None: held until a worker can take it
-    handover: Handover | None = None  # until its KV is where it decodes
+    handover: OpenHandover | None = None  # until its KV is where it decodes
     token_ids: list[int] = field(default_factory=list)
     hash_input: U64 | None = None  # the prompt as the router reads it
     num_uncached: int = 0  # tokens to compute before its first one, as far as is known
@@ -82,7 +83,9 @@ class OpenRequest:
         """What the next worker has to have in its cache: the prompt and what was said."""
         if self.hash_input is None:
             request = self.request
-            self.hash_input = hash_input(content_ids(request.prompt_token_ids, request.images))
+            self.hash_input = hash_input(
+                content_ids(request.task.prompt_token_ids, request.task.images)
+            )
         if not self.token_ids:
             return self.hash_input
         return hash_input(self.token_ids, self.hash_input)
@@ -99,15 +102,15 @@ class OpenRequest:
             request = replace(request, request_id=self.sent_as)
         if not self.token_ids:
             return request
-        sampling = request.sampling
+        sampling = request.task.sampling
         if sampling.prompt_logprobs is not None:  # these were sent with the first token
             sampling = replace(sampling, prompt_logprobs=None)
-        return replace(request, sampling=sampling, output_token_ids=list(self.token_ids))
+        return request.with_task(sampling=sampling, output_token_ids=list(self.token_ids))
 
 
 def seeded(request: Request) -> Request:
     """The request with a seed of its own, so that any worker continues it alike."""
-    sampling = request.sampling
-    if sampling.seed is not None or sampling.greedy:
+    task = request.task
+    if not isinstance(task, Generate) or task.sampling.seed is not None or task.sampling.greedy:
         return request
-    return replace(request, sampling=replace(sampling, seed=random.getrandbits(63)))
+    return request.with_task(sampling=replace(task.sampling, seed=random.getrandbits(63)))

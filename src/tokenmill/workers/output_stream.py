@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from tokenmill.core.cost import Cost
-from tokenmill.core.types import RequestOutput
+from tokenmill.core.requests import RequestOutput
 
 
 class StreamClosedError(Exception):
@@ -19,7 +19,7 @@ Direct = Callable[[dict[int, list[int]], int], bool]  # tokens by request, and t
 DirectOne = Callable[[list[int], int], bool]  # those of an only request
 
 
-class Turn:
+class WriteTurn:
     """Streams to write once the messages that came together are read."""
 
     __slots__ = ("streams",)
@@ -67,13 +67,13 @@ class OutputStream:
         "workers",
     )
 
-    def __init__(self, request_ids: list[str], turn: Turn | None = None) -> None:
+    def __init__(self, request_ids: list[str], turn: WriteTurn | None = None) -> None:
         self.request_ids = request_ids
         self.workers: dict[int, str] = {}  # who has each of them, or had it last
         self.direct: Direct | None = None
         self.direct_one: DirectOne | None = None
         self.interval = 1  # tokens to wait for, after the first, before they are passed on
-        self._turn = turn or Turn()
+        self._turn = turn or WriteTurn()
         self._is_due = False  # the turn has it
         self._is_parked = False  # the reader waits, and nothing but `_tokens` is there for it
         self._ready_one: DirectOne | None = None  # direct_one, while no turn has the stream either
@@ -214,6 +214,7 @@ def _merge(into: RequestOutput, output: RequestOutput) -> None:
     else:
         into.logprobs.extend(output.logprobs or [])
     into.prompt_logprobs = into.prompt_logprobs or output.prompt_logprobs
+    into.delta = into.delta if output.delta is None else output.delta
     into.finish_reason = output.finish_reason
     into.stop_reason = output.stop_reason
     into.error = output.error

@@ -50,7 +50,7 @@ class CommandSpawn:
         return self.start(self.argv, address, self.num_ranks)
 
 
-class Placement(Protocol):
+class WorkerPlacement(Protocol):
     """Starts workers; `host` is the address of this machine that they connect to, if by TCP."""
 
     @property
@@ -61,7 +61,7 @@ class Placement(Protocol):
 
 
 @contextlib.contextmanager
-def open_placement(config: PoolConfig) -> Iterator[Placement]:
+def open_placement(config: PoolConfig) -> Iterator[WorkerPlacement]:
     """The placement that the config asks for."""
     if not wants_ray(config):
         yield ProcessPlacement(config)

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from tokenmill.core.config import PoolConfig, RouterConfig, RouterPolicy, ServerConfig
 from tokenmill.core.images import LoaderStats
-from tokenmill.core.types import EngineStats, FinishReason, Request, add_stats
+from tokenmill.core.requests import Request
+from tokenmill.core.types import EngineStats, FinishReason, add_stats
 from tokenmill.routing.disaggregation import DisaggregationRule
 from tokenmill.routing.role_balance import match_rates
 from tokenmill.routing.suspects import Suspects, Trials
@@ -30,7 +31,7 @@ from tokenmill.workers.link import Spawn, WorkerDownError
 from tokenmill.workers.messages import ModelFacts, ResetPrefixCache
 from tokenmill.workers.migration import Migration
 from tokenmill.workers.open_request import OpenRequest, seeded
-from tokenmill.workers.output_stream import OutputStream, Turn
+from tokenmill.workers.output_stream import OutputStream, WriteTurn
 from tokenmill.workers.pool_routers import FRONT, Routers
 from tokenmill.workers.pool_view import ImagesView, PoolView, policy_view, worker_view
 from tokenmill.workers.slot import OnMessage, Role, WorkerSlot
@@ -42,6 +43,7 @@ class WorkerPool:
 
     With a `host` the workers connect by TCP. `spawn_of` starts single slots in place of `spawn`;
     `trials` says when a request that seems to kill workers may run, `front` is this one's name.
+    A worker has `max_per_worker` requests of other tasks than text at most; further ones wait here.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class WorkerPool:
         spawn_of: SpawnOf | None = None,
         trials: Trials | None = None,
         front: str = FRONT,
+        max_per_worker: int | None = None,
     ) -> None:
         config = self.config = config or PoolConfig()
         slots: dict[str, WorkerSlot] = {}  # one view for all; the lifecycle changes it
@@ -63,7 +66,8 @@ class WorkerPool:
         self._accounts = Accounts()
         self.handovers = Handovers(rule, self.slots, self.routers, self._accounts)
         self._assignment = Assignment(
-            self.slots, self.routers, self.handovers, config.kv_lease_s, self._accounts
+            *(self.slots, self.routers, self.handovers, config.kv_lease_s, self._accounts),
+            max_per_worker,
         )
         suspects: Suspects[OpenRequest] = Suspects(config.max_migrations, trials)
         self._requests = Migration(
@@ -81,7 +85,7 @@ class WorkerPool:
         self._draining = False
         self._listener: JoinListener | None = None
         self.image_loads: LoaderStats | None = None  # of a front that takes images
-        self._turn = Turn()
+        self._turn = WriteTurn()
 
     def watch(self, watcher: WorkerWatcher, on_front: OnMessage) -> None:
         """Have somebody hear of workers, and of the links between them and fronts."""
@@ -117,6 +121,17 @@ class WorkerPool:
     def num_pending(self) -> int:
         """Open requests without a first token."""
         return sum(not entry.token_ids for entry in self.open_requests.values())
+
+    @property
+    def num_held(self) -> int:
+        """Open requests that wait for a worker."""
+        return sum(entry.slot is None for entry in self.open_requests.values())
+
+    @property
+    def num_free(self) -> int:
+        """Workers that take requests and have none."""
+        busy = {entry.slot.name for entry in self.open_requests.values() if entry.slot is not None}
+        return len(set(self.routers.main.workers) - busy)
 
     @property
     def num_migrations(self) -> int:
@@ -175,7 +190,7 @@ class WorkerPool:
                 self._accounts.closed(entry)
             return stream
         for index, entry in enumerate(entries):
-            if hash_inputs and not entry.request.images:
+            if hash_inputs and not entry.request.task.images:
                 entry.hash_input = hash_inputs[index]
             entry.trace = traces[index] if traces else NO_TRACE
             entry.account = account
@@ -241,7 +256,7 @@ class WorkerPool:
 
     def known_stats(self) -> EngineStats:
         """The sums over all workers as they last told, a heartbeat ago at most; asks nobody."""
-        total = EngineStats()
+        total = EngineStats(figures=self._requests.past_figures)
         for slot in self.slots.values():
             total = add_stats(total, slot.stats())
         return total
@@ -260,7 +275,7 @@ class WorkerPool:
             router=self.routers.main.config.policy,
             policy=policy_view(self.routers.main.policy),
             num_open=self.num_open,
-            num_held=sum(entry.slot is None for entry in self.open_requests.values()),
+            num_held=self.num_held,
             migrations=self.num_migrations,
             workers=[worker_view(slot, router_of(slot), at(slot)) for slot in slots],
             decisions=self._assignment.choices.views() if decisions else [],

@@ -14,7 +14,7 @@ from tokenmill.engine_events.publisher import CachePublisher
 from tokenmill.routing.load_report import Announcement, LoadReport
 from tokenmill.routing.router import Decision, Router
 from tokenmill.routing.step_rates import PRIOR, StepRates, fit_rates
-from tokenmill.workers.messages import GetKV, KVDump, KVEvents
+from tokenmill.workers.messages import BlockEvents, GetKV, KVDump
 from tokenmill.workers.open_request import OpenRequest
 from tokenmill.workers.slot import WorkerSlot
 
@@ -85,7 +85,7 @@ class Routers:
         self.main.free(entry.sent_as, num_output_tokens)
         self.prefill.free(entry.sent_as)
 
-    def on_events(self, slot: WorkerSlot, message: KVEvents) -> None:
+    def on_events(self, slot: WorkerSlot, message: BlockEvents) -> None:
         """Take a worker's events; where some are missing, ask for a dump."""
         batch = message.batch()
         if self.publisher is not None:
@@ -145,7 +145,7 @@ class Routers:
 
     def _account(self, entry: OpenRequest) -> None:
         """Put a request on the accounts of the workers that have it."""
-        slot, handover, num_prompt = entry.slot, entry.handover, len(entry.request.prompt_token_ids)
+        slot, handover, num_prompt = entry.slot, entry.handover, entry.request.task.num_units
         if handover is not None and handover.source.name in self.prefill.workers:
             queued = 0 if handover.told else num_prompt
             self.prefill.adopt(entry.sent_as, handover.source.name, num_prompt, queued)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from tokenmill.core.config import PoolConfig
-from tokenmill.core.types import EngineStats, add_stats
+from tokenmill.core.types import EngineStats, add_stats, is_counter
 from tokenmill.workers.link import Spawn, WorkerLink, WorkerStartError
 from tokenmill.workers.messages import FromWorker, GetStats, ModelFacts, Stats, ToWorker
 
@@ -44,6 +44,7 @@ class WorkerSlot:
         self.state: State = "starting"
         self.facts: ModelFacts | None = None
         self.num_routed = 0
+        self.num_ended = 0  # of these, those that it has ended
         self.num_prompt_tokens = 0  # of what was routed here
         self.num_overlap_tokens = 0  # of these, found cached by the router
         self.num_restarts = 0
@@ -148,6 +149,11 @@ class WorkerSlot:
                 async with asyncio.timeout(timeout_s):
                     await waiter
 
+    @property
+    def latest_stats(self) -> EngineStats:
+        """What the worker that is there last told of itself."""
+        return self._stats
+
     def stats(self) -> EngineStats:
         """The last known gauges, and the counters of all workers that were here."""
         return add_stats(self._past, self._stats)
@@ -229,5 +235,6 @@ def _counters(stats: EngineStats) -> EngineStats:
     stats.num_receiving = stats.num_leases = stats.num_gpus = 0
     stats.num_loading = 0
     stats.rank_imbalance = stats.rank_imbalance_before = 0.0
+    stats.figures = {name: n for name, n in stats.figures.items() if is_counter(name)}
     stats.tiers = {name: n for name, n in stats.tiers.items() if not name.endswith("_blocks")}
     return stats

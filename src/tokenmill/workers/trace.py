@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.core.types import RequestOutput
+from tokenmill.core.requests import RequestOutput
 from tokenmill.routing.router import Decision
 
 

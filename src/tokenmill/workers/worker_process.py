@@ -17,20 +17,20 @@ from typing import Protocol, runtime_checkable
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv import KVExchange
 from tokenmill.core.kv_events import Dump, EventPublisher
-from tokenmill.core.types import Engine, TokenmillError
+from tokenmill.core.requests import Engine
+from tokenmill.core.types import TokenmillError
 from tokenmill.workers.fronts.front_link import FrontLink, FrontLinks
 from tokenmill.workers.messages import (
     Abort,
     AddFront,
+    BlockEvents,
     ConnectKV,
     DisconnectKV,
     DropFront,
-    Failed,
     GetKV,
     GetStats,
     KVConnected,
     KVDump,
-    KVEvents,
     KVNotices,
     KVReceived,
     KVToWorker,
@@ -42,6 +42,7 @@ from tokenmill.workers.messages import (
     Stats,
     Submit,
     ToWorker,
+    WorkerFailed,
     decode_to_worker,
 )
 
@@ -65,9 +66,9 @@ def run_worker(
     links = FrontLinks(FrontLink(address), facts)
     try:
         gc.freeze()  # the loaded model is not garbage; do not scan it on every collection
-        told = _Loop(engine, links, kv).run()
+        told = WorkerLoop(engine, links, kv).run()
     except Exception as error:
-        links.owner.send(Failed(describe(error)))
+        links.owner.send(WorkerFailed(describe(error)))
         raise
     finally:
         links.close()
@@ -79,7 +80,7 @@ def run_worker(
 def send_failure(address: str, error: BaseException) -> None:
     """Tell the API process that the engine could not be built."""
     with contextlib.closing(FrontLink(address)) as link:
-        link.send(Failed(describe(error)))
+        link.send(WorkerFailed(describe(error)))
 
 
 def describe(error: BaseException) -> str:
@@ -126,11 +127,14 @@ class Metered(Protocol):
     def costs(self) -> dict[str, Cost]: ...
 
 
-class _Loop:
+class WorkerLoop:
+    """What a worker does until its owner ends it or is gone."""
+
     def __init__(self, engine: Engine, links: FrontLinks, kv: KVExchange | None) -> None:
         self._engine, self._links, self._kv = engine, links, kv
         self._publisher: EventPublisher | None = None
         self._running = True
+        self._has_aborted = False  # since the last step, which has to say so even at the end
         self._told: Shutdown | None = None
 
     def run(self) -> Shutdown | None:
@@ -140,12 +144,14 @@ class _Loop:
         """
         while self._running:
             self._receive(self._wait_ms())
+            if not (self._running or self._has_aborted):
+                break
             outputs = self._engine.step()
             if outputs:
                 self._links.send_outputs(outputs)
             batch = self._publisher.take() if self._publisher is not None else None
             if batch is not None:
-                self._links.send_events(KVEvents.of(batch))
+                self._links.send_events(BlockEvents.of(batch))
             if self._kv is not None:
                 self._send_events(self._kv)
             self._links.report_load(self._engine.has_work())
@@ -173,6 +179,7 @@ class _Loop:
     def _receive(self, wait_ms: int | None) -> None:
         """Apply the messages that have arrived."""
         messages, self._running = self._links.receive(wait_ms)
+        self._has_aborted = False
         for front, data in messages:
             if self._links.is_there(front):  # or it was dropped by a message before this one
                 self._apply(front, decode_to_worker(data))
@@ -207,6 +214,7 @@ class _Loop:
             self._engine.reset_prefix_cache()
 
     def _abort(self, request_ids: list[str]) -> None:
+        self._has_aborted = True
         for request_id in request_ids:
             self._engine.abort(request_id)
         self._links.released(request_ids)

@@ -20,7 +20,8 @@ from tokenmill.bench.commands.mtp import (
     together,
 )
 from tokenmill.core.metrics import acceptance
-from tokenmill.core.types import EngineStats, FinishReason, Request, RequestOutput
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import EngineStats, FinishReason
 from tokenmill.models.checkpoints.store import cached
 
 

@@ -27,14 +27,8 @@ from tokenmill.bench.mlperf.presets import PRESETS
 from tokenmill.bench.mlperf.samples import LanguageSample
 from tokenmill.bench.mlperf.under_test import EngineUnderTest, UrlUnderTest
 from tokenmill.core.metrics import summarize
-from tokenmill.core.types import (
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenmillError,
-)
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import EngineStats, FinishReason, SamplingParams, TokenmillError
 
 NUM_TOKENS, TOKEN = 5, 7
 LONGEST_NAP_S = 0.001
@@ -52,11 +46,11 @@ class PacedEngine:
         self.submitted_s: list[float] = []
 
     def submit(self, request: Request) -> None:
-        assert request.sampling.max_tokens is not None
-        self.prompts.append(request.prompt_token_ids)
+        assert request.task.sampling.max_tokens is not None
+        self.prompts.append(request.task.prompt_token_ids)
         self.submitted_s.append(time.monotonic())
         due_s = self.submitted_s[-1] + self.ttft_s
-        heapq.heappush(self.due, (due_s, request.request_id, request.sampling.max_tokens))
+        heapq.heappush(self.due, (due_s, request.request_id, request.task.sampling.max_tokens))
 
     def step(self) -> list[RequestOutput]:
         time.sleep(min(max(0.0, self.due[0][0] - time.monotonic()), self.nap_s))

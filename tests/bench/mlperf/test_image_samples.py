@@ -16,8 +16,8 @@ from tokenmill.bench.mlperf.presets import QWEN3_VL
 from tokenmill.bench.mlperf.runs import MlperfRun
 from tokenmill.bench.mlperf.samples import SampleSize, draw_sizes, image_samples
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.specs.vision import image_problem
-from tokenmill.core.types import Request
 from tokenmill.models import spec_of
 from tokenmill.settings import Settings, SettingsError, defaults_of
 
@@ -48,7 +48,7 @@ def test_an_engine_takes_the_samples_however_short_its_context() -> None:
         assert len(ids) == shape.num_input and len(ids) + (sample.sampling.max_tokens or 0) <= 300
         assert sample.images is not None
         images = sample.images()
-        assert image_problem(Request("a", ids, images=images), spec.vision) is None
+        assert image_problem(Request("a", Generate(ids, images=images)), spec.vision) is None
         assert images[0].num_tokens == shape.rows * shape.columns == ids.count(151_655)
         assert images == sample.images()  # the same sample has the same image
 

@@ -20,6 +20,7 @@ from tokenmill.core.specs.hstu import HstuSpec
 from tokenmill.ranking.metrics import rank_metrics
 from tokenmill.ranking.model import RankingModel
 from tokenmill.ranking.model_files import load_model
+from tokenmill.ranking.requests import request_of
 from tokenmill.settings import Settings, defaults_of
 
 TABLE = defaults_of(*PANELS.values())
@@ -45,7 +46,9 @@ def test_accuracy_run_has_the_models_own_metrics(
     report = loadgen_tests.run_in_process(settings, run_of(settings), "accuracy", logs).report
     model = load_model(folder / "model")
     samples = ranking.read_samples(folder / "requests.jsonl", model.spec)[:8]
-    scores = [found[:, 0] for found in model.score([sample.request for sample in samples])]
+    scores = [
+        found[:, 0] for found in model.score([request_of(sample.request) for sample in samples])
+    ]
     expected = rank_metrics(scores, [sample.labels for sample in samples])
     found = report.accuracy
     assert found is not None

@@ -20,7 +20,8 @@ from tokenmill.bench.mlperf.loadgen import ACCURACY, audit_config
 from tokenmill.bench.mlperf.presets import REQUIRED_VIDEOS, ROUNDS, WAN
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import ModelConfig
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
+from tokenmill.core.tasks import Video
 from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams, byte_token_ids
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.settings import Settings, defaults_of
@@ -87,9 +88,9 @@ def expected_pixels() -> str:
     checkpoint, negative = random_wan("wan-tiny"), byte_token_ids(NEGATIVE_PROMPT, 256)
     params = VideoParams((32, 16), 5, num_steps=2, negative_token_ids=tuple(negative))
     engine = VideoEngine(load_pipeline(checkpoint, ModelConfig(device="cpu", num_threads=1)))
-    engine.submit(Request("a", byte_token_ids("a red fox", 256), video=params))
+    engine.submit(Request("a", Video(byte_token_ids("a red fox", 256), params)))
     outputs = [output for _ in range(4) for output in engine.step()]
-    return sha256(video.video_of(outputs[-1]).data).hexdigest()
+    return sha256(video.frames_of(outputs[-1]).data).hexdigest()
 
 
 def run_of(**values: Any) -> runs.MlperfRun:
@@ -128,9 +129,9 @@ def test_both_rounds_have_the_benchmark(round_name: str) -> None:
 def test_synthetic_prompts_are_as_many_as_the_benchmarks_and_all_have_its_settings() -> None:
     prompts = video.load_prompts(Settings({}, TABLE), run_of(), "performance")
     requests = video.make_requests(prompts, random_wan("wan2.2-t2v-a14b"), VideoParams())
-    assert len({tuple(request.prompt_token_ids) for request in requests}) == 248
+    assert len({tuple(request.task.prompt_token_ids) for request in requests}) == 248
     assert len(set(video.file_names(prompts))) == 248
-    (params,) = {request.video for request in requests}
+    (params,) = {request.task.params for request in requests}
     assert params is not None
     assert (params.size, params.num_frames, params.num_steps) == ((1280, 720), 81, 20)
     assert (params.guidance_scale, params.guidance_scale_2, params.seed) == (4.0, 3.0, 42)

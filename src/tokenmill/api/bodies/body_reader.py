@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill.api.access import Place, handing_on, read_bytes
+from tokenmill.api.access import CallPlace, handing_on, read_bytes
 from tokenmill.api.bodies.body_processes import (
     LONG_BODY_BYTES,
     BodyProcesses,
@@ -91,7 +91,7 @@ class BodyReader:
         self._has_warned = False
 
     async def read(
-        self, request: Request, place: Place, reader: Reader[T], here: Reader[T] | None = None
+        self, request: Request, place: CallPlace, reader: Reader[T], here: Reader[T] | None = None
     ) -> T:
         """What `reader`, a function of a module, makes of a body; too large ones raise ApiError.
 

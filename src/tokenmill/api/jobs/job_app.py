@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, Place, read_body
+from tokenmill.api.access import CallPlace, Calls, read_body
 from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.keys import Keys, caller, overseer
 from tokenmill.api.operations import add_operations, exception_handlers, json_response
@@ -21,11 +21,12 @@ from tokenmill.api.protocol.answers import ModelCard, ModelList, ServiceInfo
 from tokenmill.api.routes import MODEL, MODELS
 from tokenmill.api.telemetry.dashboard import JobsView, add_job_page
 from tokenmill.api.telemetry.job_metrics import JobMetrics
+from tokenmill.api.telemetry.job_view import facts_of, worker_views
 from tokenmill.api.worker_routes import MAX_BODY_BYTES, DrainRequest, ScaleRequest, add_guarded
 from tokenmill.core.config import ServerConfig
-from tokenmill.workers.jobs.job_pool import JobPool
 from tokenmill.workers.lifecycle import PoolError
 from tokenmill.workers.link import WorkerStartError
+from tokenmill.workers.pool import WorkerPool
 from tokenmill.workers.slot import Role
 
 
@@ -33,12 +34,13 @@ from tokenmill.workers.slot import Role
 class JobState:
     """What all handlers of a server of jobs share."""
 
-    pool: JobPool
+    pool: WorkerPool
     keys: Keys
     model: str
     task: str
     metrics: JobMetrics
     calls: Calls
+    max_open: int  # tasks that have not ended; a whole call is refused where they would be more
     max_model_len: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
@@ -46,12 +48,12 @@ class JobState:
     def config(self) -> ServerConfig:
         return self.keys.config
 
-    def admit(self, account: str) -> Place:
+    def admit(self, account: str) -> CallPlace:
         """Let in a call whose head has come, or raise what it is to be answered with."""
         self._check()
         return self.calls.enter(account)
 
-    def take(self, place: Place, count: int) -> None:
+    def take(self, place: CallPlace, count: int) -> None:
         """Count a call for its jobs, or raise what it is to be answered with."""
         self._check()
         place.take(count)
@@ -68,7 +70,7 @@ class JobState:
 
 
 def base_app(
-    pool: JobPool,
+    pool: WorkerPool,
     keys: Keys,
     calls: Calls,
     document: Callable[[], dict[str, Any]],
@@ -124,14 +126,14 @@ def view_of(state: JobState) -> JobsView:
         draining=state.calls.draining,
         num_open=pool.num_open,
         num_held=pool.num_held,
-        max_open=pool.max_open,
+        max_open=state.max_open,
         migrations=pool.num_migrations,
         answered=metrics.num_answered,
         latency_ms=metrics.recent_ms.summary(),
         rejected=dict(metrics.rejected),
-        figures=pool.known_stats(),
-        workers=pool.view(),
-        facts=pool.facts,
+        figures=pool.known_stats().figures,
+        workers=worker_views(pool),
+        facts=facts_of(pool),
     )
 
 
@@ -151,7 +153,9 @@ def add_model(app: FastAPI, keys: Keys, name: str, max_model_len: int) -> None:
         return json_response(card)
 
 
-def add_job_workers(app: FastAPI, keys: Keys, pool: JobPool, view: Callable[[], JobsView]) -> None:
+def add_job_workers(
+    app: FastAPI, keys: Keys, pool: WorkerPool, view: Callable[[], JobsView]
+) -> None:
     """Add GET /workers, POST /workers/scale and /workers/drain."""
 
     async def show(request: Request) -> Response:

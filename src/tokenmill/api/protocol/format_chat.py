@@ -43,7 +43,7 @@ class ChatFormat:
         self._model = model
         self._tokenizer = tokenizer
         self._choices = [MessageParser(job.shows_reasoning) for _ in job.requests]
-        sampling = job.requests[0].sampling
+        sampling = job.requests[0].task.sampling
         self._wants_logprobs = sampling.logprobs is not None
         parses = job.make_reader is not None
         # Plain text needs no struct: only the JSON string between two constant pieces changes.

@@ -28,7 +28,7 @@ class CompletionFormat:
         self._model = model
         self._tokenizer = tokenizer
         self._echo = echo
-        self._wants_logprobs = job.requests[0].sampling.logprobs is not None
+        self._wants_logprobs = job.requests[0].task.sampling.logprobs is not None
         self._plain = not (self._wants_logprobs or job.return_token_ids)
         self._started = [False] * len(job.requests)
         self._offsets = [0] * len(job.requests)  # of the next token in the text
@@ -113,7 +113,7 @@ class CompletionFormat:
 
     def _echoed(self, delta: TextDelta) -> list[TokenLogprobs | None]:
         """The prompt's positions with as many alternatives as logprobs asks for."""
-        sampling = self._job.requests[delta.index].sampling
+        sampling = self._job.requests[delta.index].task.sampling
         size = (sampling.logprobs or 0) + 1
         return [
             position

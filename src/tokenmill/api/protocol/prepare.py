@@ -40,10 +40,10 @@ from tokenmill.api.protocol.requests import (
 from tokenmill.api.protocol.structured import structured_output
 from tokenmill.api.protocol.tools import ToolUse, plan_tool_use, write_tools
 from tokenmill.core.config import ServerConfig
+from tokenmill.core.requests import Generate, Request
 from tokenmill.core.types import (
     InvalidRequestError,
     ModelLoadError,
-    Request,
     SamplingParams,
     StructuredOutput,
     TokenRules,
@@ -98,7 +98,7 @@ class PreparedCall:
     @property
     def unenforced(self) -> tuple[str, ...]:
         """Keywords of JSON schemas that no answer is checked against."""
-        structured = self.requests[0].sampling.structured
+        structured = self.requests[0].task.sampling.structured
         return () if structured is None else structured.unenforced
 
     @property
@@ -504,16 +504,18 @@ class Preparer:
         job_id = prefix + uuid4().hex
         now_ns = time.monotonic_ns()
         timeouts = [t for t in (call.timeout, self._config.request_timeout_s) if t is not None]
-        requests = [
+        requests: list[Request] = [
             Request(
-                request_id=f"{job_id}-{p * n + j}",
-                prompt_token_ids=prompt.token_ids,
-                images=prompt.images,
-                sampling=_choice_sampling(sampling, j),
+                f"{job_id}-{p * n + j}",
+                Generate(
+                    prompt.token_ids,
+                    _choice_sampling(sampling, j),
+                    cache_salt=call.cache_salt or "",
+                    images=prompt.images,
+                ),
                 priority=call.priority or 0,
                 arrival_ns=now_ns,
                 deadline_ns=now_ns + int(min(timeouts) * 1e9) if timeouts else None,
-                cache_salt=call.cache_salt or "",
             )
             for p, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             for j in range(n)

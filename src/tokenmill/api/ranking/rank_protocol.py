@@ -12,12 +12,11 @@ from msgspec import Meta
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.answers import AnswerSchema
 from tokenmill.api.protocol.requests import INT64_MAX, Schema
-from tokenmill.core.jobs.rank_job import RankJob, RankScores
+from tokenmill.core.tasks import ID_BYTES, Rank, Scores
 
 Id = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 # A list, or its little-endian int64 values as bytes: in JSON base64, in msgpack binary.
 Ids = list[Id] | bytes
-ID_BYTES = 8
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
@@ -89,11 +88,11 @@ class RankAnswer(AnswerSchema, kw_only=True):
     usage: RankUsage
 
 
-def job_of(user: RankUser, index: int, call: RankCall, timeout_s: float | None) -> RankJob:
+def task_of(user: RankUser, index: int, call: RankCall) -> Rank:
     """What a worker gets of a user."""
     at, history, candidates = f"users[{index}]", user.history, user.candidates
     times = history.timestamps
-    return RankJob(
+    return Rank(
         user_id=user.user_id,
         item_ids=_ids(f"{at}.history.item_ids", history.item_ids),
         category_ids=_ids(f"{at}.history.category_ids", history.category_ids),
@@ -103,13 +102,7 @@ def job_of(user: RankUser, index: int, call: RankCall, timeout_s: float | None) 
         timestamps=None if times is None else _ids(f"{at}.history.timestamps", times),
         query_time=user.query_time,
         top_k=call.top_k,
-        timeout_s=timeout_s,
     )
-
-
-def num_candidates(user: RankUser) -> int:
-    ids = user.candidates.item_ids
-    return len(ids) // ID_BYTES if isinstance(ids, bytes) else len(ids)
 
 
 def _ids(name: str, ids: Sequence[int] | bytes) -> bytes:
@@ -127,7 +120,7 @@ def _little_endian(values: array[Any]) -> array[Any]:
     return values
 
 
-def result_of(request_id: str | None, index: int, found: RankScores, binary: bool) -> RankResult:
+def result_of(request_id: str | None, index: int, found: Scores, binary: bool) -> RankResult:
     """The scores of a user as they are answered."""
     scores: Any = found.scores
     items: Any = found.item_ids
@@ -147,7 +140,7 @@ def result_of(request_id: str | None, index: int, found: RankScores, binary: boo
     )
 
 
-def _scores(found: RankScores) -> list[Any]:
+def _scores(found: Scores) -> list[Any]:
     flat, tasks = _numbers("f", found.scores), found.num_tasks
     if tasks == 1:
         return flat

@@ -12,22 +12,23 @@ from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.api.access import Calls, Place, read_bytes
+from tokenmill.api.access import CallPlace, Calls, read_bytes
 from tokenmill.api.bodies.body_processes import BodyProcesses
 from tokenmill.api.call import record_of
 from tokenmill.api.errors import ApiError
 from tokenmill.api.jobs.job_app import JobState, answer, create_job_app
-from tokenmill.api.jobs.job_call import run_jobs
-from tokenmill.api.jobs.job_server import Service
+from tokenmill.api.jobs.task_call import run_tasks
 from tokenmill.api.keys import Keys, caller
 from tokenmill.api.openapi import document
 from tokenmill.api.ranking.rank_body import RankBody, read_body
 from tokenmill.api.ranking.rank_protocol import RankAnswer, RankCall, RankUsage, result_of
 from tokenmill.api.routes import EVERYWHERE, GENERATION_ERRORS, Route
+from tokenmill.api.server import HttpService
 from tokenmill.api.sites import JSON, MSGPACK, kind_of
 from tokenmill.api.telemetry.job_metrics import JobMetrics
-from tokenmill.core.jobs.rank_job import RankScores, unpack
-from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.api.telemetry.job_view import facts_of
+from tokenmill.core.tasks import Scores
+from tokenmill.workers.pool import WorkerPool
 
 RANK = Route(
     *("POST", "/v1/rank", "Score candidates for some users", RankAnswer, GENERATION_ERRORS),
@@ -51,11 +52,11 @@ FIGURES = {  # what workers tell, by its name
 }
 
 
-async def make_rank_service(model: str, keys: Keys, pool: JobPool) -> Service:
+async def make_rank_service(model: str, max_open: int, keys: Keys, pool: WorkerPool) -> HttpService:
     """The service of a started pool; `model` is the name clients use."""
     metrics = JobMetrics("rank", model, FIGURES)
-    length = int(pool.facts["max_seq_len"])
-    state = JobState(pool, keys, model, "rank", metrics, Calls(keys.config), length)
+    length = int(facts_of(pool)["max_seq_len"])
+    state = JobState(pool, keys, model, "rank", metrics, Calls(keys.config), max_open, length)
     routes = (RANK, *EVERYWHERE)
     api = partial(document, routes, __version__, model, keys.ring.is_needed)
     app = create_job_app(state, api, "ranking")
@@ -66,11 +67,12 @@ async def make_rank_service(model: str, keys: Keys, pool: JobPool) -> Service:
         with state.admit(request.state.account) as place:
             return await _rank(request, state, place, processes)
 
-    return Service(app, metrics, state.calls, _failing_at_the_end(pool, processes))
+    running = _failing_at_the_end(pool, processes)
+    return HttpService(app, keys, metrics, state.calls, running, streams=False)
 
 
 @contextlib.asynccontextmanager
-async def _failing_at_the_end(pool: JobPool, processes: BodyProcesses) -> AsyncIterator[None]:
+async def _failing_at_the_end(pool: WorkerPool, processes: BodyProcesses) -> AsyncIterator[None]:
     """Calls that outlast the drain are answered with an error."""
     yield
     pool.drain()
@@ -79,7 +81,7 @@ async def _failing_at_the_end(pool: JobPool, processes: BodyProcesses) -> AsyncI
 
 
 async def _rank(
-    request: Request, state: JobState, place: Place, processes: BodyProcesses
+    request: Request, state: JobState, place: CallPlace, processes: BodyProcesses
 ) -> Response:
     began_s, config = time.monotonic(), state.config
     declared = request.headers.get("content-length", "")
@@ -100,20 +102,18 @@ async def _rank(
 
 
 async def _scores(
-    request: Request, state: JobState, call: RankBody, place: Place
-) -> list[RankScores]:
+    request: Request, state: JobState, call: RankBody, place: CallPlace
+) -> list[Scores]:
     state.take(place, call.num_users)
-    payloads = [(job.payload, job.cost) for job in call.jobs]
-    names = [f"users[{index}]" for index in range(len(payloads))]
-    outputs = await run_jobs(state.pool, payloads, request.receive, call.timeout_s, names)
-    return [unpack(RankScores, output.payload) for output in outputs]
+    names = [f"users[{index}]" for index in range(len(call.tasks))]
+    limits = state.max_open, call.timeout_s
+    outputs = await run_tasks(state.pool, call.tasks, request.receive, *limits, names)
+    return [output.delta for output in outputs if isinstance(output.delta, Scores)]
 
 
-def _answer(
-    request: Request, state: JobState, call: RankBody, found: list[RankScores]
-) -> RankAnswer:
-    pairs = enumerate(zip(call.jobs, found, strict=True))
-    of_batch = state.pool.facts["scaling_seqlen"] == "batch"
+def _answer(request: Request, state: JobState, call: RankBody, found: list[Scores]) -> RankAnswer:
+    pairs = enumerate(zip(call.request_ids, found, strict=True))
+    of_batch = facts_of(state.pool)["scaling_seqlen"] == "batch"
     record = record_of(request.scope)
     tokens = record.num_prompt_tokens = sum(each.num_tokens for each in found)
     record.finish_reason = "done"
@@ -122,10 +122,10 @@ def _answer(
         created=int(time.time()),
         model=state.model,
         scaling_seqlen="batch" if of_batch else "fixed",
-        results=[result_of(job.request_id, i, each, call.binary) for i, (job, each) in pairs],
+        results=[result_of(own, index, each, call.binary) for index, (own, each) in pairs],
         usage=RankUsage(
             num_users=len(found),
-            num_candidates=sum(job.num_candidates for job in call.jobs),
+            num_candidates=sum(task.num_candidates for task in call.tasks),
             num_tokens=tokens,
         ),
     )

@@ -19,7 +19,7 @@ from tokenmill.api.keys import Guard, Keys, overseer
 from tokenmill.api.protocol.answers import json_encode
 from tokenmill.api.stream import ApiState
 from tokenmill.api.telemetry.dashboard_view import DashboardView, History
-from tokenmill.workers.jobs.job_pool import JobWorkerView
+from tokenmill.api.telemetry.job_view import JobWorkerView
 
 View = Callable[[float, bool], DashboardView]  # of the uptime, with or without decisions
 WEB = Path(__file__).with_name("web")

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client.metrics_core import Metric
 
 from tokenmill.api.telemetry import figures
+from tokenmill.api.telemetry.job_view import worker_views
 from tokenmill.api.telemetry.prometheus import CallMetrics, Histogram, Recent
-from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.workers.pool import WorkerPool
 
 _SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
@@ -29,7 +30,7 @@ class JobMetrics(CallMetrics):
         self.call_s, self.queue_s = Histogram(_SECONDS), Histogram(_SECONDS)
         self.recent_ms = Recent()
         self.num_answered = 0  # jobs
-        self.pool: JobPool | None = None
+        self.pool: WorkerPool | None = None
 
     def answered(self, call_s: float, queue_s: Sequence[float]) -> None:
         """Count a call that was answered, with the time that each of its jobs has waited."""
@@ -39,8 +40,8 @@ class JobMetrics(CallMetrics):
         for seconds in queue_s:
             self.queue_s.observe(seconds)
 
-    async def render(self, pool: JobPool) -> bytes:
-        told = await pool.stats()
+    async def render(self, pool: WorkerPool) -> bytes:
+        told = (await pool.stats()).figures
         self.pool = pool
         return self.exposition() + self._figures(told).encode()
 
@@ -50,7 +51,7 @@ class JobMetrics(CallMetrics):
         yield from self.families(rows)
         if self.pool is not None:
             yield from self.families(figures.JOBS)
-            yield from self.by_worker(figures.JOB_WORKERS, self.pool.view())
+            yield from self.by_worker(figures.JOB_WORKERS, worker_views(self.pool))
 
     def _figures(self, told: Mapping[str, float]) -> str:
         """The engines' figures as lines: counters, histograms and gauges, by their names."""

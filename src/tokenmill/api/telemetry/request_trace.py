@@ -13,7 +13,7 @@ from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.answers import Usage
 from tokenmill.api.protocol.prepare import PreparedCall
 from tokenmill.api.telemetry.tracing import Attributes, Span, terms_of
-from tokenmill.core.types import RequestOutput
+from tokenmill.core.requests import RequestOutput
 from tokenmill.routing.router import Decision
 from tokenmill.workers.trace import NO_TRACE, RequestTrace
 
@@ -47,7 +47,7 @@ class CallTrace:
     def prepared(self, job: PreparedCall, model: str) -> None:
         """End the stage `tokenize`, and set what was asked for."""
         self._stage("tokenize", time.monotonic_ns())
-        sampling = job.requests[0].sampling
+        sampling = job.requests[0].task.sampling
         facts = {
             "gen_ai.request.model": model,
             "gen_ai.response.model": model,

@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
-
-import msgspec
 
 from tokenmill.api.errors import ApiError
 from tokenmill.api.videos.video_metrics import VideoMetrics
@@ -26,21 +24,20 @@ from tokenmill.api.videos.video_record import (
     video_object,
 )
 from tokenmill.api.videos.video_store import VideoStore
-from tokenmill.core.jobs.job_engine import JobOutput
-from tokenmill.workers.jobs.video_worker import VideoProgress, VideoResult, encode_request
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.tasks import TaskProgress, VideoFile
+from tokenmill.workers.output_stream import OutputStream, StreamClosedError
 
 TICK_S = 0.25  # between two looks for workers that have come back
-_progress = msgspec.msgpack.Decoder(VideoProgress).decode
-_result = msgspec.msgpack.Decoder(VideoResult).decode
 # Ends of a job that are not its own: it is still in the store, and runs after a restart.
-_SERVER_ENDS = ("shutdown", "aborted")
+_SERVER_ENDS = ("shutdown", "draining")
 
 _log = logging.getLogger(__name__)
 Picture = tuple[bytes, Literal["frame", "latents"]]
 
 
 class Pool(Protocol):
-    """The workers, as a JobPool has them."""
+    """The workers, as a WorkerPool has them."""
 
     @property
     def num_free(self) -> int: ...
@@ -48,15 +45,9 @@ class Pool(Protocol):
     @property
     def num_open(self) -> int: ...
 
-    def submit(
-        self,
-        job_id: str,
-        payload: bytes,
-        on_output: Callable[[JobOutput], None],
-        deadline_s: float | None = None,
-    ) -> None: ...
+    def submit(self, requests: list[Request]) -> OutputStream: ...
 
-    def abort(self, job_id: str) -> None: ...
+    def abort(self, request_ids: list[str]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -67,7 +58,14 @@ class LiveJob:
     is_running: bool = False
     progress: float = 0.0  # the share of its steps that are done
     picture: bytes = b""  # of its latents
+    stream: OutputStream | None = None  # of its worker
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def close(self) -> None:
+        """Hear no more of it, and tell those who wait."""
+        self.ended.set()
+        if self.stream is not None:
+            self.stream.close()
 
 
 class VideoJobs:
@@ -117,7 +115,7 @@ class VideoJobs:
         """Send nothing more, tell those who wait, and finish what is being written."""
         self._is_open = False
         for live in self._live.values():
-            live.ended.set()
+            live.close()
         while self._ending:
             await asyncio.gather(*self._ending, return_exceptions=True)
 
@@ -170,8 +168,9 @@ class VideoJobs:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(record.id)
             self._metrics.ended["deleted"] += 1
-            live.ended.set()
-        self._pool.abort(record.id)
+            live.close()
+        self._pool.abort([record.id])
+        self._send()
         await self.store.delete(record.id)
 
     def shown(self, record: VideoRecord) -> VideoObject:
@@ -204,23 +203,27 @@ class VideoJobs:
             if live is None or record is None:
                 continue
             live.is_running = True
-            self._pool.submit(name, encode_request(record.request()), self._on_output)
+            live.stream = self._pool.submit([record.request()])
+            self._begin(self._follow(live, live.stream))
 
-    def _on_output(self, output: JobOutput) -> None:
-        live = self._live.get(output.job_id)
-        if live is None:  # deleted
-            self._send()
-        elif output.kind == "restarted":
-            live.progress, live.picture = 0.0, b""
-        elif output.kind == "progress":
-            self._advance(live, _progress(output.payload))
-        elif output.error_kind not in _SERVER_ENDS:
-            self._begin(self._end(output, live))
+    async def _follow(self, live: LiveJob, stream: OutputStream) -> None:
+        """Take what its worker tells of a job, to its end."""
+        with contextlib.suppress(StreamClosedError):  # it is deleted, or the server closes
+            while True:
+                (output,) = (await stream.get()).values()
+                if output.finish_reason is None:
+                    self._advance(live, output.delta)
+                    continue
+                if output.stop_reason not in _SERVER_ENDS:
+                    await self._end(output, live)
+                return
 
-    def _advance(self, live: LiveJob, told: VideoProgress) -> None:
-        live.progress = told.progress
-        live.picture = told.picture or live.picture
-        if told.is_denoising:
+    def _advance(self, live: LiveJob, told: object) -> None:
+        if not isinstance(told, TaskProgress):
+            return
+        live.progress = told.share
+        live.picture = (told.picture or live.picture) if told.share else b""
+        if told.is_denoising and told.step_s:
             self._metrics.step_s.observe(told.step_s)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -228,31 +231,28 @@ class VideoJobs:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _end(self, output: JobOutput, live: LiveJob) -> None:
+    async def _end(self, output: RequestOutput, live: LiveJob) -> None:
         """Keep what became of a job, then let those know who wait for it, whatever happens."""
         asyncio.get_running_loop().call_soon(self._send)
         ended: VideoRecord | None = None
         try:
             ended = await self._keep(output)
         except Exception:
-            _log.exception("%s: its end could not be kept", output.job_id)
+            _log.exception("%s: its end could not be kept", output.request_id)
         finally:
-            if self._live.pop(output.job_id, None) is not None and ended is not None:
+            if self._live.pop(output.request_id, None) is not None and ended is not None:
                 self._metrics.count(ended)
             live.ended.set()
 
-    async def _keep(self, output: JobOutput) -> VideoRecord | None:
+    async def _keep(self, output: RequestOutput) -> VideoRecord | None:
         """The record of a job that has ended; None for one that was deleted."""
-        record = self.store.get_or_none(output.job_id)
+        record = self.store.get_or_none(output.request_id)
         if record is None:
             return None
-        code, message = output.error_kind or "failed", output.error
-        if output.kind == "done":
-            try:
-                made = _result(output.payload)
-                return await self.store.complete(record, made.video, made.picture, made.seconds)
-            except msgspec.DecodeError as error:
-                code, message = "failed", f"the worker's answer cannot be read: {error}"
+        if isinstance(made := output.delta, VideoFile):
+            return await self.store.complete(record, made.video, made.picture, made.seconds)
+        code = str(output.stop_reason or output.finish_reason)
+        message = output.error or f"the job ended: {code}"
         return await self.store.fail(record, VideoError(code=code, message=message))
 
 

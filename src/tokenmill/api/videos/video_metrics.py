@@ -10,9 +10,10 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from tokenmill.api.telemetry import figures
+from tokenmill.api.telemetry.job_view import JobWorkerView, worker_views
 from tokenmill.api.telemetry.prometheus import Histogram, ServerMetrics
 from tokenmill.api.videos.video_record import VideoRecord
-from tokenmill.workers.jobs.job_pool import JobPool, JobWorkerView
+from tokenmill.workers.pool import WorkerPool
 
 _STEP_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 _JOB_SECONDS = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)
@@ -31,9 +32,9 @@ class VideoMetrics(ServerMetrics):
         self.num_migrations = 0
         self.step_s, self.job_s = Histogram(_STEP_SECONDS), Histogram(_JOB_SECONDS)
 
-    def render_jobs(self, pool: JobPool) -> bytes:
+    def render_jobs(self, pool: WorkerPool) -> bytes:
         """The exposition text with the pool of now."""
-        self._workers = pool.view()
+        self._workers = worker_views(pool)
         self.num_worker_restarts, self.num_migrations = pool.num_restarts, pool.num_migrations
         return self.exposition()
 

@@ -11,9 +11,10 @@ from fastapi import FastAPI, Request
 from tokenmill import __version__
 from tokenmill.api.keys import caller
 from tokenmill.api.telemetry.dashboard import add_job_page
+from tokenmill.api.telemetry.job_view import JobWorkerView, worker_views
 from tokenmill.api.videos.video_record import VideoObject
 from tokenmill.api.videos.video_routes import VideoState
-from tokenmill.workers.jobs.job_pool import JobPool, JobWorkerView
+from tokenmill.workers.pool import WorkerPool
 
 MAX_SHOWN = 24  # jobs
 
@@ -39,7 +40,9 @@ class VideoView(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[VideoObject]  # the caller's latest
 
 
-def add_video_page(app: FastAPI, client: JobPool, state: VideoState, facts: dict[str, Any]) -> None:
+def add_video_page(
+    app: FastAPI, client: WorkerPool, state: VideoState, facts: dict[str, Any]
+) -> None:
     """Add GET /dashboard, and GET /dashboard/data, which wants a key where there are some."""
     started_s = time.monotonic()
 
@@ -50,7 +53,7 @@ def add_video_page(app: FastAPI, client: JobPool, state: VideoState, facts: dict
 
 
 def _view(
-    client: JobPool, state: VideoState, facts: dict[str, Any], owner: str, uptime_s: float
+    client: WorkerPool, state: VideoState, facts: dict[str, Any], owner: str, uptime_s: float
 ) -> VideoView:
     jobs, metrics, limits = state.jobs, state.metrics, state.preparer.config
     mine = [record for record in jobs.store if record.owner == owner]
@@ -69,6 +72,6 @@ def _view(
         steps_s=metrics.step_s.total,
         stored_bytes=jobs.store.num_bytes,
         max_stored_bytes=limits.video_storage_bytes,
-        workers=client.view(),
+        workers=worker_views(client),
         jobs=[jobs.shown(record) for record in mine[: -MAX_SHOWN - 1 : -1]],
     )

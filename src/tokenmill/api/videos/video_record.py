@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from tokenmill.api.protocol.answers import AnswerSchema
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
+from tokenmill.core.tasks import Video
 from tokenmill.core.video import VideoParams
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
@@ -48,9 +49,9 @@ class VideoRecord(msgspec.Struct, kw_only=True):
     def is_finished(self) -> bool:
         return self.status in FINISHED
 
-    def request(self) -> Request:
+    def request(self) -> Request[Video]:
         """What an engine runs."""
-        return Request(self.id, self.prompt_token_ids, video=self.params)
+        return Request(self.id, Video(self.prompt_token_ids, self.params))
 
 
 class VideoObject(AnswerSchema, kw_only=True):

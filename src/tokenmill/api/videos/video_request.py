@@ -13,7 +13,7 @@ from msgspec import Meta
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.requests import INT64_MAX, Schema, unsupported
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec, check_video
-from tokenmill.core.types import Request
+from tokenmill.core.tasks import Video
 from tokenmill.core.video import (
     NEGATIVE_PROMPT,
     VideoParams,
@@ -93,7 +93,7 @@ class VideoPreparer:
             ids = tuple(self._token_ids(negative, "negative_prompt"))
             params = replace(params, negative_token_ids=ids)
         self._check_pixels(call, params)
-        check_video(Request("", prompt_ids, video=params), self.spec)
+        check_video(Video(prompt_ids, params), self.spec)
         check_division(self.parallel, params, self.spec)
         return {
             "prompt": call.prompt,

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.api.access import Calls, Place
+from tokenmill.api.access import CallPlace, Calls
 from tokenmill.api.errors import ApiError, unknown_model
 from tokenmill.api.keys import Keys, caller
 from tokenmill.api.operations import json_response
@@ -108,7 +108,7 @@ class VideoState:
     def config(self) -> ServerConfig:
         return self.keys.config
 
-    def enter(self, request: Request) -> Place:
+    def enter(self, request: Request) -> CallPlace:
         """Let in a call whose head has come, or raise what it is to be answered with."""
         self.calls.check_draining()
         return self.calls.enter(request.state.account)

@@ -17,10 +17,11 @@ from fastapi import FastAPI
 from tokenmill import __version__
 from tokenmill.api.access import Calls
 from tokenmill.api.jobs.job_app import add_job_workers, add_model, base_app
-from tokenmill.api.jobs.job_server import OnListening, Service, serve_jobs
 from tokenmill.api.keys import Keys
 from tokenmill.api.openapi import document
+from tokenmill.api.server import HttpService, OnListening, serve_pool
 from tokenmill.api.telemetry.dashboard import JobsView
+from tokenmill.api.telemetry.job_view import facts_of, worker_views
 from tokenmill.api.videos.video_jobs import VideoJobs
 from tokenmill.api.videos.video_metrics import VideoMetrics
 from tokenmill.api.videos.video_page import add_video_page
@@ -33,7 +34,8 @@ from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
 from tokenmill.core.video import VideoServerConfig
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.text.tokenizer import load_tokenizer
-from tokenmill.workers.jobs.job_pool import JobPool
+from tokenmill.workers.placement import WorkerPlacement
+from tokenmill.workers.pool import WorkerPool
 
 DEFAULT_FOLDER = "~/.cache/tokenmill/videos"
 
@@ -59,10 +61,12 @@ def serve_videos(
     folder = Path(videos.video_dir or DEFAULT_FOLDER).expanduser()
     with contextlib.closing(VideoStore(folder, videos.video_storage_bytes)) as store:
         make_service = partial(make_video_service, store, videos, model)
-        serve_jobs(
-            *(worker_argv, config, pool, make_service, on_listening, num_ranks, key_salt(folder)),
-            max_per_worker=1,
-        )
+
+        def make_pool(placement: WorkerPlacement) -> WorkerPool:
+            spawn = placement.spawner(worker_argv, num_ranks)
+            return WorkerPool(spawn, pool, host=placement.host, max_per_worker=1)
+
+        serve_pool(config, pool, make_pool, make_service, on_listening, key_salt(folder))
 
 
 async def make_video_service(
@@ -70,14 +74,14 @@ async def make_video_service(
     videos: VideoServerConfig,
     model: str,
     keys: Keys,
-    client: JobPool,
-) -> Service:
+    client: WorkerPool,
+) -> HttpService:
     """The service of a started pool, which has taken the jobs of the server before."""
-    facts = client.facts
+    facts = facts_of(client)
     state = video_state(client, store, keys, videos, model, facts)
     app = create_app(client, state, facts)
     await resume(state.jobs, model)
-    return Service(app, state.metrics, state.calls, running(state.jobs))
+    return HttpService(app, keys, state.metrics, state.calls, running(state.jobs), streams=False)
 
 
 async def resume(jobs: VideoJobs, model: str) -> None:
@@ -99,7 +103,7 @@ async def running(jobs: VideoJobs) -> AsyncIterator[None]:
 
 
 def video_state(
-    client: JobPool,
+    client: WorkerPool,
     store: VideoStore,
     keys: Keys,
     videos: VideoServerConfig,
@@ -117,7 +121,7 @@ def video_state(
     return VideoState(keys, model, metrics, Calls(keys.config), jobs, preparer)
 
 
-def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
+def create_app(client: WorkerPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
     """The app over workers that were started."""
     api = partial(document, VIDEOS, __version__, state.model, state.keys.ring.is_needed)
 
@@ -132,7 +136,7 @@ def create_app(client: JobPool, state: VideoState, facts: dict[str, Any]) -> Fas
     return app
 
 
-def _workers_view(client: JobPool, state: VideoState) -> JobsView:
+def _workers_view(client: WorkerPool, state: VideoState) -> JobsView:
     """The server for /workers; the live page has a view of its own."""
     counts = state.jobs.counts()
     return JobsView(
@@ -149,7 +153,7 @@ def _workers_view(client: JobPool, state: VideoState) -> JobsView:
         answered=state.metrics.ended["completed"],
         latency_ms={},
         rejected=dict(state.metrics.rejected),
-        figures=client.known_stats(),
-        workers=client.view(),
-        facts=client.facts,
+        figures=client.known_stats().figures,
+        workers=worker_views(client),
+        facts=facts_of(client),
     )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
 from tokenmill.bench.commands import BenchCommand
@@ -22,9 +22,12 @@ from tokenmill.bench.options import BenchConfig, MtpOptions
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import CacheConfig, ExecutionConfig, ModelConfig, SchedulerConfig, Setup
 from tokenmill.core.metrics import Acceptance, acceptance
-from tokenmill.core.types import Engine, Request, SamplingParams
+from tokenmill.core.types import SamplingParams
 from tokenmill.settings import CACHE, EXECUTION, MODEL, Settings, only, without
 from tokenmill.settings.shared import JsonOption
+
+if TYPE_CHECKING:
+    from tokenmill.core.requests import Engine
 
 DEPTHS = (1, 2, 3)
 DEFAULT_TOKENS = 128
@@ -282,9 +285,13 @@ def _run(engine: Engine, prompts: Prompts, batch: int, max_tokens: int) -> Depth
 
 def _answer(engine: Engine, prompts: Prompts, answers: list[list[int]], max_tokens: int) -> None:
     """Run a batch to its end; each answer's list gets its tokens."""
+    from tokenmill.core.requests import Generate, Request
+
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for index, prompt in enumerate(prompts):
-        engine.submit(Request(str(index), prompt, sampling, arrival_ns=time.monotonic_ns()))
+        engine.submit(
+            Request(str(index), Generate(prompt, sampling), arrival_ns=time.monotonic_ns())
+        )
     while engine.has_work():
         for output in engine.step():
             answers[int(output.request_id)].extend(output.token_ids)

@@ -14,13 +14,13 @@ from tokenmill.bench.roofline import BYTES, PeakRates
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.cost import usd_of
 from tokenmill.core.specs.wan import TEXT_TOKENS, WanSpec
-from tokenmill.core.types import Request
 from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams, byte_token_ids
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import VIDEO, VIDEO_PARALLEL, Settings, without
 from tokenmill.settings.shared import JsonOption, VideoModel
 
 if TYPE_CHECKING:
+    from tokenmill.core.requests import Request
     from tokenmill.video.measure import VideoTimes
     from tokenmill.video.pipeline import Pipeline
 
@@ -82,10 +82,13 @@ def video(settings: Settings) -> None:
 
 
 def _request(settings: Settings, spec: WanSpec) -> Request:
+    from tokenmill.core.requests import Request
+    from tokenmill.core.tasks import Video
+
     vocab = spec.text.vocab_size
     negative = tuple(byte_token_ids(NEGATIVE_PROMPT, vocab))
     params = settings.build(VideoParams, negative_token_ids=negative)
-    return Request("video", byte_token_ids(PROMPT, vocab), video=params)
+    return Request("video", Video(byte_token_ids(PROMPT, vocab), params))
 
 
 def _measure(settings: Settings, pipeline: Pipeline, request: Request) -> list[VideoTimes]:
@@ -97,7 +100,8 @@ def _measure(settings: Settings, pipeline: Pipeline, request: Request) -> list[V
     console.note("Measuring")
     params, runs = _params(request), []
     for number in range(settings.get("num-videos")):
-        own = replace(request, video=replace(params, seed=params.seed + number))
+        other = replace(params, seed=params.seed + number)
+        own = request.with_task(params=other)
         runs.append(measure_ranks(pipeline, own, settings.get("measured-steps"), _tell))
     return runs
 
@@ -175,8 +179,8 @@ def _flops(spec: WanSpec, params: VideoParams) -> int:
 
 
 def _params(request: Request) -> VideoParams:
-    assert request.video is not None
-    return request.video
+    params: VideoParams = request.task.params
+    return params
 
 
 def least_seconds(
@@ -190,7 +194,7 @@ def least_seconds(
     params = _params(request)
     width, height = params.size
     grid, branches = spec.grid(params.num_frames, height, width), 1 + params.guided
-    prompts = [len(request.prompt_token_ids), len(params.negative_token_ids)][:branches]
+    prompts = [len(request.task.prompt_token_ids), len(params.negative_token_ids)][:branches]
     tokens, model = spec.transformer.num_tokens(grid), spec.transformer
     plain = machine.flops_per_s("bf16" if "bf16" in machine.gemm_flops else "fp32")
     arithmetic = branches * (

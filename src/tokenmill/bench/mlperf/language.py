@@ -44,7 +44,8 @@ from tokenmill.bench.results.mlperf_reports import Fields
 from tokenmill.bench.workload import BenchError, Cell, make_prompts
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.images import ImageSpan
-from tokenmill.core.types import FinishReason, Request, RequestOutput
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.types import FinishReason
 from tokenmill.settings import Settings
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class EngineLanguage(LanguageTask):
         sample, now_ns = self._samples[query.sample], query.times.arrival_ns
         images = renamed(sample.images(), name) if sample.images is not None else ()
         prompt = sample.prompt_token_ids.tolist()
-        return Request(name, prompt, sample.sampling, arrival_ns=now_ns, images=images)
+        return Request(name, Generate(prompt, sample.sampling, images=images), arrival_ns=now_ns)
 
     def take(self, query: Query, output: RequestOutput) -> tuple[int, bool]:
         query.token_ids += output.token_ids

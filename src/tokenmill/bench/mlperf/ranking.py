@@ -25,14 +25,15 @@ from tokenmill.bench.mlperf.under_test import (
 )
 from tokenmill.bench.results.mlperf_reports import Fields, GateReport
 from tokenmill.bench.workload import BenchError
+from tokenmill.core.requests import Request, RequestOutput
 from tokenmill.core.specs.hstu import HstuSpec
+from tokenmill.core.tasks import Rank, Scores
 from tokenmill.core.types import InvalidRequestError
 from tokenmill.settings import Settings
 
 if TYPE_CHECKING:
     from tokenmill.ranking.engine import RankingEngine
     from tokenmill.ranking.model import RankingModel
-    from tokenmill.ranking.requests import RankOutput, RankRequest
 
 ROUTE = "/v1/rank"
 UNBOUNDED = 2**31
@@ -45,7 +46,7 @@ WEIGHTS_NOTICE = "Weights are random: the scores mean nothing."
 class RankSample:
     """One entry of the query sample library; labels only where the dataset has them."""
 
-    request: RankRequest
+    request: Request[Rank]
     labels: Any = None  # float32[candidates]
 
 
@@ -111,12 +112,14 @@ class EngineRanking(RankingTask):
         self._type, self._device = model.dense.type_name, model.dense.device.type
         self.sut = EngineUnderTest(warm_engine(settings, run, model, self._samples[0]), self)
 
-    def request(self, name: str, query: Query) -> RankRequest:
+    def request(self, name: str, query: Query) -> Request[Rank]:
         return replace(self._samples[query.sample].request, request_id=name)
 
-    def take(self, query: Query, output: RankOutput) -> tuple[int, bool]:
+    def take(self, query: Query, output: RequestOutput) -> tuple[int, bool]:
+        from tokenmill.ranking.requests import scores_of
+
         check_done([output])
-        query.answer = array("f", output.scores[:, 0].tobytes())
+        query.answer = array("f", scores_of(output)[:, 0].tobytes())
         return 1, True
 
     def data(self, query: Query) -> array[float]:
@@ -138,7 +141,7 @@ class UrlRanking(RankingTask):
         self.sut = self._server = UrlUnderTest(target, self, settings.get("max-in-flight"))
 
     def body(self, sample: int) -> bytes:
-        return body_of(self._samples[sample].request)
+        return body_of(self._samples[sample].request.task)
 
     def read(self, sample: int, body: bytes) -> array[float]:
         return self.logged(sample, array("f", json.loads(body)["results"][0]["scores"]))
@@ -155,32 +158,32 @@ def rank_url(url: str) -> str:
     return url.rstrip("/").removesuffix(ROUTE).removesuffix("/v1") + ROUTE
 
 
-def body_of(request: RankRequest) -> bytes:
+def body_of(task: Rank) -> bytes:
     """The body of a call for one user."""
 
-    def ids(values: Any) -> str:
-        return base64.b64encode(values.astype("<i8").tobytes()).decode()
+    def ids(values: bytes) -> str:
+        return base64.b64encode(values).decode()
 
     history = {
-        "item_ids": ids(request.item_ids),
-        "category_ids": ids(request.category_ids),
-        "actions": ids(request.actions),
+        "item_ids": ids(task.item_ids),
+        "category_ids": ids(task.category_ids),
+        "actions": ids(task.actions),
     }
-    if request.timestamps is not None:
-        history["timestamps"] = ids(request.timestamps)
+    if task.timestamps is not None:
+        history["timestamps"] = ids(task.timestamps)
     candidates = {
-        "item_ids": ids(request.candidate_ids),
-        "category_ids": ids(request.candidate_category_ids),
+        "item_ids": ids(task.candidate_ids),
+        "category_ids": ids(task.candidate_category_ids),
     }
-    user = {"user_id": request.user_id, "query_time": request.query_time}
+    user = {"user_id": task.user_id, "query_time": task.query_time}
     return json.dumps({"users": [{**user, "history": history, "candidates": candidates}]}).encode()
 
 
-def check_done(outputs: Sequence[RankOutput]) -> None:
+def check_done(outputs: Sequence[RequestOutput]) -> None:
     """BenchError where a request has no scores."""
     for output in outputs:
-        if output.finish != "done":
-            raise BenchError(f"{output.request_id} was not answered: {output.message}")
+        if not isinstance(output.delta, Scores):
+            raise BenchError(f"{output.request_id} was not answered: {output.error}")
 
 
 def load_model(settings: Settings) -> RankingModel:
@@ -228,7 +231,7 @@ def load_samples(
         return found[: run.quick_samples]
     count = run.quick_samples or run.preset.num_samples
     requests = benchmark_requests(spec, count, run.length_scale)
-    return [RankSample(request) for request in requests]
+    return [RankSample(request.asked()) for request in requests]
 
 
 def read_samples(path: Path, spec: HstuSpec) -> list[RankSample]:
@@ -242,7 +245,8 @@ def read_samples(path: Path, spec: HstuSpec) -> list[RankSample]:
             data = json.loads(line)
             request = read_request(data, f"line-{number}")
             check_request(request, spec)
-            found.append(RankSample(request, read_labels(data, request.num_candidates)))
+            labels = read_labels(data, request.num_candidates)
+            found.append(RankSample(request.asked(), labels))
         except (json.JSONDecodeError, InvalidRequestError) as wrong:
             raise BenchError(f"{path}, line {number}: {wrong}") from None
     if not found:

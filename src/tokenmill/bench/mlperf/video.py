@@ -36,8 +36,9 @@ from tokenmill.bench.results.mlperf_reports import Fields
 from tokenmill.bench.workload import BenchError
 from tokenmill.core.config import ModelConfig
 from tokenmill.core.cost import usd_of
-from tokenmill.core.types import Engine, FinishReason, Request, RequestOutput
-from tokenmill.core.video import NEGATIVE_PROMPT, Video, VideoParams
+from tokenmill.core.requests import Engine, Request, RequestOutput
+from tokenmill.core.tasks import Video, VideoFrames
+from tokenmill.core.video import NEGATIVE_PROMPT, VideoParams
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.settings import Settings, settings_of
 
@@ -127,7 +128,7 @@ class EngineVideo(VideoTask):
     def take(self, query: Query, output: RequestOutput) -> tuple[int, bool]:
         if output.finish_reason is None:
             return 0, False
-        query.answer = video_of(output)
+        query.answer = frames_of(output)
         return 1, True
 
     def data(self, query: Query) -> array[int]:
@@ -164,12 +165,12 @@ def file_and_hash(name: str, data: bytes) -> array[int]:
     return array("B", json.dumps(found).encode())
 
 
-def video_of(output: RequestOutput) -> Video:
+def frames_of(output: RequestOutput) -> VideoFrames:
     """The video of a job's end; BenchError where it has none."""
-    if output.finish_reason is not FinishReason.STOP or output.video is None:
+    if not isinstance(output.delta, VideoFrames):
         reason = output.error or output.finish_reason
         raise BenchError(f"{output.request_id} was not answered: {reason}")
-    return output.video
+    return output.delta
 
 
 def job_of(settings: Settings) -> tuple[ModelConfig, VideoParams]:
@@ -199,7 +200,7 @@ def make_requests(
     vocab_size = checkpoint.spec.text.vocab_size
     negative, *ids = video_prompt_ids(checkpoint.tokenizer, vocab_size, [NEGATIVE_PROMPT, *prompts])
     job = replace(params, negative_token_ids=tuple(negative))
-    return [Request("", own, video=job) for own in ids]
+    return [Request("", Video(own, job)) for own in ids]
 
 
 def load_prompts(settings: Settings, run: MlperfRun, mode: str) -> list[str]:
@@ -242,13 +243,14 @@ def file_names(prompts: Sequence[str]) -> list[str]:
 
 def warm_up(engine: Engine, request: Request) -> None:
     """A video of two steps: kernels are compiled, and both experts have run."""
-    assert request.video is not None
-    few = replace(request.video, num_steps=min(WARM_UP_STEPS, request.video.num_steps))
-    engine.submit(replace(request, request_id="warm-up", video=few))
+    task: Video = request.task
+    few = replace(task.params, num_steps=min(WARM_UP_STEPS, task.params.num_steps))
+    warm = Video(task.prompt_token_ids, few)
+    engine.submit(replace(request, request_id="warm-up", task=warm))
     while engine.has_work():
         for output in engine.step():
             if output.finish_reason is not None:
-                video_of(output)
+                frames_of(output)
 
 
 def price_fields(run: MlperfRun, fields: Fields, usd_per_hour: float) -> Fields:

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
+from typing import TYPE_CHECKING
 
 from tokenmill.core.images import ImageInput
 from tokenmill.core.specs.fields import Settings, count, fixed, positive_int
-from tokenmill.core.types import ModelLoadError, Request
+from tokenmill.core.types import ModelLoadError
+
+if TYPE_CHECKING:
+    from tokenmill.core.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,13 @@ class VisionSpec:
 
 def image_problem(request: Request, vision: VisionSpec | None) -> str | None:
     """What is wrong with the images of a request, in a sentence; None: nothing."""
-    if not request.images:
+    if not request.task.images:
         return None
     if vision is None:
         return "images: this model takes text alone"
     end = 0
-    for index, span in enumerate(request.images):
-        name, num_prompt = f"images[{index}]", len(request.prompt_token_ids)
+    for index, span in enumerate(request.task.images):
+        name, num_prompt = f"images[{index}]", len(request.task.prompt_token_ids)
         merge = vision.merge_size
         if (problem := _patches_problem(span.image, vision)) is not None:
             return f"{name}.{problem}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.core.specs.fields import Settings, fixed, flag, number, positive_int
-from tokenmill.core.types import InvalidRequestError, ModelLoadError, Request
+from tokenmill.core.types import InvalidRequestError, ModelLoadError
 from tokenmill.core.video import VideoParams
+
+if TYPE_CHECKING:
+    from tokenmill.core.tasks import Video
 
 TEXT_TOKENS = 512  # every prompt is padded with zeros, or cut, to so many embeddings
 _LATENTS_MEAN = (
@@ -270,12 +273,10 @@ def _integers(config: Settings, key: str, length: int | None = None) -> tuple[in
     return tuple(values)
 
 
-def check_video(request: Request, spec: WanSpec) -> VideoParams:
-    """The request's parameters; InvalidRequestError names the first that cannot be."""
-    params = request.video
-    if params is None:
-        raise InvalidRequestError("this engine makes videos; the request asks for text", "video")
-    _check_tokens(request.prompt_token_ids, spec, "prompt")
+def check_video(task: Video, spec: WanSpec) -> None:
+    """InvalidRequestError names the first field that cannot be."""
+    params = task.params
+    _check_tokens(task.prompt_token_ids, spec, "prompt")
     if params.guided:
         _check_tokens(list(params.negative_token_ids), spec, "negative_prompt")
     stride = spec.vae.temporal_stride
@@ -293,7 +294,6 @@ def check_video(request: Request, spec: WanSpec) -> VideoParams:
         raise InvalidRequestError(f"num_steps must be at least 1, got {params.num_steps}", "steps")
     if not -(2**63) <= params.seed < 2**63:
         raise InvalidRequestError(f"seed must be a 64-bit integer, got {params.seed}", "seed")
-    return params
 
 
 def _check_tokens(token_ids: list[int], spec: WanSpec, name: str) -> None:

@@ -20,14 +20,8 @@ from tokenmill.core.kv_events import (
     pack_events,
     unpack_events,
 )
-from tokenmill.core.types import (
-    End,
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    add_stats,
-)
+from tokenmill.core.requests import End, Request, RequestOutput
+from tokenmill.core.types import EngineStats, FinishReason, add_stats
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.own_kv import RanksExchange, answer_call, own_events
@@ -223,7 +217,7 @@ class DataParallelEngine:
         outlooks = []
         for state, requests in zip(self._states, submits, strict=True):
             context, decoding = state.outlook
-            new = sum(request.kv_from is None for request in requests)
+            new = sum(request.task.kv_from is None for request in requests)
             outlooks.append((context + new, decoding))
         return outlooks
 
@@ -232,9 +226,12 @@ class DataParallelEngine:
         submits: list[list[Request]] = [[] for _ in self._states]
         aborts: list[list[str]] = [[] for _ in self._states]
         new, self._new = list(self._new.values()), {}
-        known = [content_ids(r.prompt_token_ids, r.images) + r.output_token_ids for r in new]
+        known = [
+            content_ids(r.task.prompt_token_ids, r.task.images) + r.task.output_token_ids
+            for r in new
+        ]
         cached = [
-            self._caches.cached_tokens(token_ids, request.cache_salt)
+            self._caches.cached_tokens(token_ids, request.task.cache_salt)
             for request, token_ids in zip(new, known, strict=True)
         ]
         loads = [state.load for state in self._states]

@@ -16,13 +16,8 @@ from tokenmill.core.config import ModelConfig, Setup
 from tokenmill.core.images import Grid
 from tokenmill.core.kv import KVAddress, KVNotice, KVTransferEvents
 from tokenmill.core.kv_events import PackedEvent
-from tokenmill.core.types import (
-    EngineStats,
-    GrammarVocab,
-    RanksLostError,
-    Request,
-    RequestOutput,
-)
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import EngineStats, GrammarVocab, RanksLostError
 from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.kv.transfer import Run
 from tokenmill.parallel import Backend

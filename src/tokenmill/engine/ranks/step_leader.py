@@ -7,14 +7,14 @@ other ranks keep a copy of each sequence by its slot, of which they know what a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tokenmill.core.images import ImageInput, ImageSpan
-from tokenmill.core.types import RanksLostError, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import RanksLostError, SamplingParams
 from tokenmill.engine.launched import LaunchedStep
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.rank_messages import (
@@ -82,7 +82,7 @@ def pack_batch(batch: Batch, sampler: StepSampler) -> StepBatch:
 
 
 def _grown(seq: Sequence, first: int) -> GrownRow:
-    images = [(span.offset, span.num_tokens, span.image.grid) for span in seq.request.images]
+    images = [(span.offset, span.num_tokens, span.image.grid) for span in seq.request.task.images]
     return GrownRow(
         seq.slot, first, seq.block_ids[first:], seq.window_first, seq.window_ids,
         seq.num_prompt_tokens, [] if first else images,
@@ -121,8 +121,8 @@ class SequenceCopies:
                 ImageSpan(offset, count, ImageInput(b"", grid, b""))
                 for offset, count, grid in row.images
             )
-            request = Request(f"slot {row.slot}", [], _OTHER, images=images)
-            self._requests[row.slot] = request, replace(request, sampling=_BEST)
+            request = Request(f"slot {row.slot}", Generate([], _OTHER, images=images))
+            self._requests[row.slot] = request, request.with_task(sampling=_BEST)
             self._by_slot[row.slot] = seq = Sequence(request, (0, 0, 0), 0, frozenset())
             seq.slot, seq.num_prompt_tokens = row.slot, row.num_prompt_tokens
         seq = self._by_slot[row.slot]

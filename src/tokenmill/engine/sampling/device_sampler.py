@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.core.types import Request, SamplingParams, StructuredOutput, TokenLogprobs
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import SamplingParams, StructuredOutput, TokenLogprobs
 from tokenmill.engine.sampling.sampler import (
     SampledRow,
     biases,
@@ -101,7 +102,7 @@ class DeviceSampler:
         masked = SamplingParams(structured=StructuredOutput("json_object"))
         changed = replace(masked, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), masked, changed):
-            seq = Sequence(Request("warm-up", [0], params), (0, 0, 0), 2, frozenset())
+            seq = Sequence(Request("warm-up", Generate([0], params)), (0, 0, 0), 2, frozenset())
             state_of(seq).mask = np.full(1, -1, np.int32)
             self.launch(logits[:1], [seq], last_ids)
         self._plan = None
@@ -134,14 +135,14 @@ class DeviceSampler:
 
 
 def _takes_best(seq: SampledRow) -> bool:
-    params = seq.request.sampling
+    params = seq.request.task.sampling
     plain = is_greedy(params) and params.logprobs is None and params.structured is None
     plain = plain and forced_token(seq) is None
     return plain and not (is_penalised(params) or params.logit_bias or params.min_tokens)
 
 
 def _make_plan(rows: list[SampledRow], device: torch.device) -> _Plan:
-    params = [seq.request.sampling for seq in rows]
+    params = [seq.request.task.sampling for seq in rows]
     penalised = [is_penalised(p) for p in params]
     logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
     some = 0 < len(logprob_rows) < len(rows)

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.core.types import End, FinishReason, GrammarVocab, StructuredOutput
+from tokenmill.core.requests import End
+from tokenmill.core.types import FinishReason, GrammarVocab, StructuredOutput
 from tokenmill.engine.sampling.grammar_process import (
     HEADER,
     Begin,
@@ -81,7 +82,7 @@ class GrammarRow:
             return False
         told = self._num_told
         if told < 0:
-            structured = seq.request.sampling.structured
+            structured = seq.request.task.sampling.structured
             after = None if structured is None else structured.after
             self.process.send(Begin(self.number, _ending_ids(seq), after))
             told = seq.num_prompt_tokens
@@ -105,7 +106,7 @@ class GrammarRow:
 
 def _ending_ids(seq: Sequence) -> list[int]:
     """What ends the grammar's text is what ends the sequence: EOS."""
-    return sorted(seq.stop_ids.difference(seq.request.sampling.stop_token_ids) or seq.stop_ids)
+    return sorted(seq.stop_ids.difference(seq.request.task.sampling.stop_token_ids) or seq.stop_ids)
 
 
 class GrammarProcess:

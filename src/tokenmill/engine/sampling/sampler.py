@@ -29,7 +29,7 @@ from tokenmill.sched.sequence import PENDING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenmill.core.types import Request
+    from tokenmill.core.requests import Request
     from tokenmill.engine.sampling.free_text import Follower
     from tokenmill.sched.sequence import Sequence
     from tokenmill.sched.trackers import Thinking
@@ -163,7 +163,7 @@ def sampled_rows(seq: Sequence, num_drafts: int) -> list[SampledRow]:
         return [seq]
     ahead = state_of(seq).ahead
     ahead += [DraftedRow(seq, depth) for depth in range(len(ahead) + 1, num_drafts + 1)]
-    if is_penalised(seq.request.sampling):
+    if is_penalised(seq.request.task.sampling):
         token_counts(seq)  # of all known tokens
         counts = state_of(seq).counts
         assert counts is not None
@@ -175,7 +175,7 @@ def sampled_rows(seq: Sequence, num_drafts: int) -> list[SampledRow]:
 def state_of(seq: SampledRow) -> SequenceState:
     """The sequence's state, made at first use; a request without a seed gets a random one."""
     if seq.sampler_state is None:
-        seed = seq.request.sampling.seed
+        seed = seq.request.task.sampling.seed
         seed = random.getrandbits(64) if seed is None else seed & _MASK64
         seq.sampler_state = SequenceState(seed)
     assert isinstance(seq.sampler_state, SequenceState)
@@ -245,7 +245,7 @@ class Sampler:
         token_ids = [t if f is None else f for t, f in zip(token_ids, forced, strict=True)]
         logprobs = [
             None
-            if token < 0 or (k := seq.request.sampling.logprobs) is None
+            if token < 0 or (k := seq.request.task.sampling.logprobs) is None
             else token_logprobs(row, token, k)
             for row, seq, token in zip(values, rows, token_ids, strict=True)
         ]
@@ -283,7 +283,7 @@ def is_penalised(params: SamplingParams) -> bool:
 
 def biases(seq: SampledRow, vocab_size: int) -> dict[int, float]:
     """logit_bias, and -inf for what free text has not, and for stop ids before min_tokens."""
-    params, banned = seq.request.sampling, state_of(seq).banned
+    params, banned = seq.request.task.sampling, state_of(seq).banned
     early = seq.num_output_tokens < params.min_tokens
     if not early and not banned:
         return params.logit_bias or {}
@@ -293,7 +293,7 @@ def biases(seq: SampledRow, vocab_size: int) -> dict[int, float]:
 
 
 def is_adjusted(seq: SampledRow) -> bool:
-    params = seq.request.sampling
+    params = seq.request.task.sampling
     return (
         bool(params.logit_bias or state_of(seq).banned)
         or seq.num_output_tokens < params.min_tokens
@@ -303,7 +303,7 @@ def is_adjusted(seq: SampledRow) -> bool:
 
 def _is_plain(seq: SampledRow, mask: Bitmask | None) -> bool:
     """Nothing but the largest logit decides."""
-    return mask is None and is_greedy(seq.request.sampling) and not is_adjusted(seq)
+    return mask is None and is_greedy(seq.request.task.sampling) and not is_adjusted(seq)
 
 
 def _sampled(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> int:
@@ -314,7 +314,7 @@ def _sampled(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> in
 
 
 def _sample(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> int:
-    params = seq.request.sampling
+    params = seq.request.task.sampling
     if is_adjusted(seq):
         row = adjusted(row, seq, newest)
     allowed = None if mask is None else allowed_ids(mask, row.size)
@@ -332,7 +332,7 @@ def _sample(row: Row, seq: SampledRow, mask: Bitmask | None, newest: int) -> int
 def adjusted(row: Row, seq: SampledRow, newest: int = PENDING) -> Row:
     """A copy of the logits after penalties, logit_bias and min_tokens."""
     row = row.copy()
-    if is_penalised(seq.request.sampling):
+    if is_penalised(seq.request.task.sampling):
         _penalise(row, seq, newest)
     bias = biases(seq, row.size)
     if bias:
@@ -342,7 +342,7 @@ def adjusted(row: Row, seq: SampledRow, newest: int = PENDING) -> Row:
 
 def _penalise(row: Row, seq: SampledRow, newest: int) -> None:
     """Repetition counts prompt and output; frequency and presence count the output alone."""
-    params = seq.request.sampling
+    params = seq.request.task.sampling
     ids, num_outputs = token_counts(seq)
     if seq.token_ids[-1] == PENDING and newest != PENDING:
         ids, num_outputs = _with_output(ids, num_outputs, newest)

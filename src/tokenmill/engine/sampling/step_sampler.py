@@ -97,7 +97,9 @@ class StepSampler:
         tokens: torch.Tensor,
     ) -> LateRows | None:
         """Keep what the constrained rows are sampled from; None where a step has none of them."""
-        places = [i for i, row in enumerate(rows) if row.request.sampling.structured is not None]
+        places = [
+            i for i, row in enumerate(rows) if row.request.task.sampling.structured is not None
+        ]
         if not places:
             return None
         index = upload(np.array(places), self._device)

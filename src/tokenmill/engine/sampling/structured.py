@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenmill.core.types import End, FinishReason, Request, SamplingParams
+from tokenmill.core.requests import End, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.engine.sampling.grammar_pool import PATIENCE_S, GrammarPool, GrammarRow
 from tokenmill.engine.sampling.sampler import Bitmask, sampled_rows, state_of
 from tokenmill.sched.sequence import Batch, Sequence, num_drafts
@@ -57,8 +58,8 @@ class StructuredRequests:
 
     def compile(self, request: Request, now_ns: int) -> None:
         """Let a request wait for its grammar."""
-        assert self._pool is not None and request.sampling.structured is not None
-        row = self._pool.open(request.sampling.structured, request.account)
+        assert self._pool is not None and request.task.sampling.structured is not None
+        row = self._pool.open(request.task.sampling.structured, request.account)
         self._rows[request.request_id] = row
         self._waiting[request.request_id] = request, now_ns + COMPILE_TIMEOUT_NS
 
@@ -108,7 +109,7 @@ class StructuredRequests:
         """Let a batch be launched while tokens before its masks are not known yet."""
         for item in batch.items if self._rows else ():
             seq = item[0]
-            if seq.request.sampling.structured is not None and num_drafts(item) >= 0:
+            if seq.request.task.sampling.structured is not None and num_drafts(item) >= 0:
                 state = state_of(seq)
                 state.mask, state.banned, batch.masks_follow = None, (), True
 
@@ -127,7 +128,7 @@ class StructuredRequests:
         fresh: list[GrammarRow] = []
         for index, item in enumerate(batch.items):
             seq, count = item[0], num_drafts(item)
-            constrained = seq.request.sampling.structured is not None and not seq.finished
+            constrained = seq.request.task.sampling.structured is not None and not seq.finished
             if constrained and count >= 0:
                 row = self._rows[seq.request_id]
                 asked.append((index, seq, count, row))
@@ -150,7 +151,7 @@ class StructuredRequests:
 
 def _set_masks(seq: Sequence, num_drafted: int, masks: list[Bitmask | None]) -> None:
     """Say what each row may sample; a row without a mask is in free text, or behind a bad draft."""
-    structured = seq.request.sampling.structured
+    structured = seq.request.task.sampling.structured
     free = None if structured is None else structured.after
     rows = sampled_rows(seq, num_drafted)
     for row, mask in zip(rows, masks + [None] * len(rows), strict=False):

@@ -10,7 +10,7 @@ from tokenmill.core.config import PoolConfig, RouterConfig, SchedulerConfig
 from tokenmill.core.kv_groups import plan_groups
 from tokenmill.core.specs.spec import ModelSpec
 from tokenmill.plan.cluster.layout import PREFILL, WorkerLayout, WorkerPlace
-from tokenmill.plan.cluster.rank import Rank
+from tokenmill.plan.cluster.rank import SimulatedRank
 from tokenmill.plan.cluster.rank_work import Positions
 from tokenmill.plan.cluster.step_price import StepPrice
 from tokenmill.plan.cluster.worker import Worker
@@ -91,7 +91,9 @@ class ClusterConfig:
         price = self.price(replica, len(place.racks))
         return Worker(place, ranks, price, policy, limits.max_num_seqs)
 
-    def _rank(self, replica: Replica, limits: StepLimits, place: WorkerPlace, number: int) -> Rank:
+    def _rank(
+        self, replica: Replica, limits: StepLimits, place: WorkerPlace, number: int
+    ) -> SimulatedRank:
         sliding = plan_groups(self.spec.layer_windows).sliding
         pool = BlockPool(self.num_blocks(replica), self.block_size, self.prefix_cache, sliding)
         config = SchedulerConfig(
@@ -103,7 +105,7 @@ class ClusterConfig:
         mtp = (0 if place.role == PREFILL else replica.mtp_depth), self.acceptance
         rng = random.Random(f"{self.seed} {place.name} {number}")
         skips = self.skips and not mtp[0] and not self.prefix_cache and not sliding.num_groups
-        return Rank(config, pool, Positions(self.spec), mtp, rng, skips)
+        return SimulatedRank(config, pool, Positions(self.spec), mtp, rng, skips)
 
 
 @cache

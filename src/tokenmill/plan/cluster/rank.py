@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from tokenmill.core.config import SchedulerConfig
-from tokenmill.core.types import Request, RequestOutput, StepResult
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import StepResult
 from tokenmill.plan.cluster.rank_work import OUTPUT_TOKEN, Positions, RankWork, TokenCount
 from tokenmill.routing.attention_dp import Outlook, RankLoad
 from tokenmill.sched.cache.blocks import BlockPool
@@ -18,7 +19,7 @@ TOKEN = 0  # what every sampled token is where no prompt is shared
 MOST_STEPS = 1 << 20  # to look ahead
 
 
-class Rank:
+class SimulatedRank:
     """Steps that only decode are counted; what asks or adds something first makes up for them."""
 
     def __init__(

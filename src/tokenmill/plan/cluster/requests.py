@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from tokenmill.core.metrics import RequestTimes, summarize
-from tokenmill.core.types import FinishReason, Request, SamplingParams
+from tokenmill.core.requests import Generate, Request
+from tokenmill.core.types import FinishReason, SamplingParams
 from tokenmill.plan.cluster.rank_work import OUTPUT_TOKEN, TokenCount
 from tokenmill.plan.cluster.worker import Worker
 from tokenmill.sched.sequence import Sequence
@@ -79,11 +80,10 @@ class SimulatedRequest:
         prompt = TokenCount(self.num_prompt) if self.prompt is None else self.prompt
         return Request(
             self.sent_as,
-            prompt,
-            _sampling(self.num_output),
+            Generate(
+                prompt, _sampling(self.num_output), output_token_ids=self._output(), kv_from=kv_from
+            ),
             arrival_ns=self.times.arrival_ns,
-            output_token_ids=self._output(),
-            kv_from=kv_from,
         )
 
     def take_back(self) -> None:

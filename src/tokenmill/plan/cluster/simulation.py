@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tokenmill.core.kv import PREFILLED, KVNotice
 from tokenmill.core.metrics import NS_PER_MS, RequestTimes, summarize
-from tokenmill.core.types import FinishReason, Request, RequestOutput
+from tokenmill.core.requests import Request, RequestOutput
+from tokenmill.core.types import FinishReason
 from tokenmill.plan.cluster.cluster import ClusterConfig
 from tokenmill.plan.cluster.faults import FaultEvent
 from tokenmill.plan.cluster.layout import DECODE, PREFILL
@@ -219,7 +220,7 @@ class Simulation:
                 router.prefill_done(entry.sent_as)
                 entry.handover = SimulatedHandover(request, source)
                 lease_s = self._config.pool.kv_lease_s
-                return self._submit(source, entry, replace(request, hold_kv_s=lease_s))
+                return self._submit(source, entry, request.with_task(hold_kv_s=lease_s))
         self._submit(worker, entry, request)
 
     def _submit(self, worker: Worker, entry: SimulatedRequest, request: Request) -> None:
@@ -315,7 +316,7 @@ class Simulation:
         assert entry.worker is not None
         if not handover.told:
             handover.told = True
-            self._submit(entry.worker, entry, replace(handover.request, kv_from=source.name))
+            self._submit(entry.worker, entry, handover.request.with_task(kv_from=source.name))
         handover.num_last = len(notice.block_ids)
         handover.num_blocks += handover.num_last
         handover.is_ready = notice.token_id is not None
@@ -326,7 +327,7 @@ class Simulation:
         for index, rank in enumerate(worker.ranks):
             for seq in rank.scheduler.admission.take_to_receive():
                 entry = self.open.get(seq.request_id)
-                if seq.request.kv_from == BEFORE:
+                if seq.request.task.kv_from == BEFORE:
                     worker.received.append((index, seq))
                 elif entry is not None and entry.handover is not None:
                     entry.handover.receiver = index, seq

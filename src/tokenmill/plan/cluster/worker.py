@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.core.kv_events import EventPublisher
-from tokenmill.core.types import Request, RequestOutput
+from tokenmill.core.requests import Request, RequestOutput
 from tokenmill.plan.cluster.layout import WorkerPlace
-from tokenmill.plan.cluster.rank import Rank
+from tokenmill.plan.cluster.rank import SimulatedRank
 from tokenmill.plan.cluster.rank_work import RankWork, total_work
 from tokenmill.plan.cluster.step_price import Priced, StepPrice
 from tokenmill.routing.attention_dp import ContextPolicy, RankCaches, assign
@@ -56,7 +56,7 @@ class Worker:
     def __init__(
         self,
         place: WorkerPlace,
-        ranks: list[Rank],
+        ranks: list[SimulatedRank],
         price: StepPrice,
         policy: ContextPolicy,
         max_num_seqs: int,
@@ -120,7 +120,7 @@ class Worker:
         if not self._new:
             return []
         new, self._new = list(self._new.values()), {}
-        lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in new]
+        lengths = [len(r.task.prompt_token_ids) + len(r.task.output_token_ids) for r in new]
         ranks = [0] * len(new)
         if len(self.ranks) > 1:
             loads = [rank.load() for rank in self.ranks]
@@ -134,7 +134,7 @@ class Worker:
     def _cached(self, new: list[Request]) -> list[dict[int, int]] | None:
         if self.caches is None:
             return None
-        known = [request.prompt_token_ids + request.output_token_ids for request in new]
+        known = [request.task.prompt_token_ids + request.task.output_token_ids for request in new]
         return [self.caches.cached_tokens(token_ids) for token_ids in known]
 
     def finish(self, router: Router, now_ns: int) -> list[RequestOutput]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.core.kv import KVNotice
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
 from tokenmill.sched.cache.blocks import BlockPool
 from tokenmill.sched.sequence import Batch, Item, Sequence
 
@@ -101,7 +101,7 @@ class BlockLedger:
         seq.capacity = total * pool.block_size
         seq.num_computed_tokens = len(matched) * pool.block_size
         seq.num_inserted_blocks = len(matched)
-        seq.parent = pool.identity(matched[-1]) if matched else seq.request.cache_salt
+        seq.parent = pool.identity(matched[-1]) if matched else seq.request.task.cache_salt
         if self._keeps_windows:
             self._find_starts(seq, matched, len(matched) if start is None else start)
         return absent
@@ -336,13 +336,13 @@ class Leases:
         return request_id in self._leases
 
     def open(self, request: Request) -> None:
-        if request.hold_kv_s is not None:
-            self._leases[request.request_id] = _Lease(round(request.hold_kv_s * 1e9))
+        if request.task.hold_kv_s is not None:
+            self._leases[request.request_id] = _Lease(round(request.task.hold_kv_s * 1e9))
 
     def announce_computed(self, batch: Batch) -> None:
         """Announce the full blocks that a step has computed for other engines."""
         for seq, _ in batch.items if self._leases else ():
-            if seq.request.hold_kv_s is not None and not seq.finished:
+            if seq.request.task.hold_kv_s is not None and not seq.finished:
                 num_full = seq.num_computed_tokens // self._pool.block_size
                 self._announce(seq.request_id, seq.block_ids[:num_full])
 

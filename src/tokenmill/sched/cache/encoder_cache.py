@@ -84,7 +84,9 @@ class EncoderCache:
         if self._parts:
             num_new = min(num_new, _even_part(seq.num_tokens - first, self._most_tokens))
         end, waits = first + num_new, False
-        reached = [span for span in seq.request.images if first < span.end and span.offset < end]
+        reached = [
+            span for span in seq.request.task.images if first < span.end and span.offset < end
+        ]
         for span in reached:
             if not self._take(span.image, self._cost(num_new)):
                 content = span.image.content_hash
@@ -166,7 +168,7 @@ class EncoderCache:
 
     def _count_hits(self, seq: Sequence, first: int, num_new: int) -> None:
         """Count the images that begin among these tokens and that another sequence has used."""
-        for span in seq.request.images:
+        for span in seq.request.task.images:
             if first <= span.offset < first + num_new:
                 self.num_hits += span.image.content_hash not in self._unused
                 self._unused.discard(span.image.content_hash)

@@ -45,7 +45,7 @@ def match_full(pool: BlockPool, seq: Sequence) -> list[int]:
     if seq.prompt_logprobs is not None:  # each prompt position has to be computed
         return []
     limit = (seq.num_tokens - (not seq.remote)) // size
-    return pool.match(_contents(seq), chain[1 : limit + 1], seq.request.cache_salt)
+    return pool.match(_contents(seq), chain[1 : limit + 1], seq.request.task.cache_salt)
 
 
 def num_seen(pool: BlockPool, end: int, has_window: Callable[[int], bool]) -> int:
@@ -145,7 +145,7 @@ def name_in_tiers(pool: BlockPool, seq: Sequence, index: int) -> bytes:
     """The name of one of a sequence's full blocks, of which the chain is hashed."""
     assert pool.tiers is not None
     digests, size = seq.digests, pool.block_size
-    above = digests[-1] if digests else root_digest(pool.tiers.root, seq.request.cache_salt)
+    above = digests[-1] if digests else root_digest(pool.tiers.root, seq.request.task.cache_salt)
     for number in range(len(digests), index + 1):
         contents = pack(f"<{size}q", *_contents(seq, number * size, (number + 1) * size))
         above = next_digest(above, contents)
@@ -181,7 +181,7 @@ def cache_computed(pool: BlockPool, seq: Sequence) -> None:
 def _contents(seq: Sequence, first: int = 0, end: int | None = None) -> list[int]:
     """What tells the tokens from `first` to `end` apart from others: their ids, or an image."""
     known = seq.token_ids if end is None and not first else seq.token_ids[first:end]
-    return content_ids(known, seq.request.images, first)
+    return content_ids(known, seq.request.task.images, first)
 
 
 def _hash(unhashed: list[Item], size: int) -> None:

@@ -10,10 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tokenmill.core.kv import KVAddress, KVNotice, mismatch
-from tokenmill.core.types import Request
+from tokenmill.core.requests import Request
 from tokenmill.routing.disaggregation import DisaggregationRule, place_prefill
 from tokenmill.routing.router import Decision
 from tokenmill.workers.accounts import Accounts
@@ -27,7 +26,7 @@ from tokenmill.workers.messages import (
     ReleaseKV,
     Submit,
 )
-from tokenmill.workers.open_request import Handover, OpenRequest
+from tokenmill.workers.open_request import OpenHandover, OpenRequest
 from tokenmill.workers.pool_routers import Routers
 from tokenmill.workers.slot import Role, WorkerSlot
 
@@ -150,11 +149,11 @@ class Handovers:
         if not placement.remote:
             return f"computes the prompt, too: {placement.reason}"
         tokens = entry.routed_tokens()
-        decision = router.route(entry.sent_as, tokens, time.monotonic(), request.cache_salt)
+        decision = router.route(entry.sent_as, tokens, time.monotonic(), request.task.cache_salt)
         if decision.worker not in connected:
             router.free(entry.sent_as)
             return f"computes the prompt, too: it is not connected with {decision.worker}"
-        entry.handover = Handover(request, self._slots[decision.worker])
+        entry.handover = OpenHandover(request, self._slots[decision.worker])
         return decision
 
     def on_notice(self, entry: OpenRequest, notice: KVNotice) -> None:
@@ -163,7 +162,7 @@ class Handovers:
         assert handover is not None and target is not None
         if not handover.told:
             handover.told = True
-            request = replace(handover.request, kv_from=_engine_id(handover.source))
+            request = handover.request.with_task(kv_from=_engine_id(handover.source))
             target.send(Submit([request], [0]))  # its KV comes from another
             self._accounts.sent(target, entry)
         target.send(KVNotices([notice]))

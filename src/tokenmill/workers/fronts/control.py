@@ -1,15 +1,15 @@
 """All messages between the owner of a pool and its fronts: msgpack of tagged structs.
 
-1. A front connects and says Hello with the ticket that it was given; the owner answers Welcome or
-   Refused. A ticket is good for one front.
+1. A front connects and says FrontHello with the ticket that it was given; the owner answers Welcome
+   or FrontRefused. A ticket is good for one front.
 2. For each worker that it hears of, the front binds a socket and says Connect with its address. The
    owner has the worker connect there (messages.AddFront), at once or when the worker is back.
 3. The front says Listening, and from then on Report and OpenCalls, which is also its heartbeat.
    The owner sends everyone the Totals, and what the others have open.
 4. WorkerGone: the worker died, or only this link to it broke; the front says Connect again.
    WorkerLeaving: the front says Left once it has nothing there any more.
-5. Ask is answered by one Answer. AskTrial is answered by Trial when no suspect of another front
-   runs; EndTrial gives it back.
+5. AskOwner is answered by one OwnerAnswer. AskTrial is answered by TrialGranted when no suspect of
+   another front runs; EndTrial gives it back.
 6. Announced: a front has sent a request to a worker; the owner passes it on to the others.
 7. Sync is answered by Synced: what the front sent before it has come by then.
 8. NewKeys: the operator has changed keys or certificates.
@@ -51,7 +51,7 @@ class FrontSetup(msgspec.Struct, frozen=True):
     link_host: str | None = None  # where workers reach fronts; None: by ipc
 
 
-class Hello(msgspec.Struct, tag=True):
+class FrontHello(msgspec.Struct, tag=True):
     ticket: str
     version: str
     pid: int = 0
@@ -170,7 +170,7 @@ AboutResponse = GetResponse | FindItem | DeleteResponse
 Question = AboutResponse | Scale | DrainWorker | RenewRouter | GetTotals
 
 
-class Ask(msgspec.Struct, tag=True):
+class AskOwner(msgspec.Struct, tag=True):
     number: int
     question: Question
 
@@ -182,7 +182,7 @@ class Welcome(msgspec.Struct, tag=True):
     workers: dict[str, Role]
 
 
-class Refused(msgspec.Struct, tag=True):
+class FrontRefused(msgspec.Struct, tag=True):
     message: str
 
 
@@ -231,7 +231,7 @@ class OthersOpen(msgspec.Struct, tag=True):
     calls: OpenCalls
 
 
-class Trial(msgspec.Struct, tag=True):
+class TrialGranted(msgspec.Struct, tag=True):
     """Run one suspect."""
 
 
@@ -245,7 +245,7 @@ class NewRouter(msgspec.Struct, tag=True):
     policy: RouterPolicy | None
 
 
-class Answer(msgspec.Struct, tag=True):
+class OwnerAnswer(msgspec.Struct, tag=True):
     number: int
     error: str = ""
     error_kind: str = ""  # pool, start or internal
@@ -261,7 +261,7 @@ class Drain(msgspec.Struct, tag=True):
 
 
 FromFront = (
-    Hello
+    FrontHello
     | Connect
     | Listening
     | FrontFailed
@@ -273,11 +273,11 @@ FromFront = (
     | AskTrial
     | EndTrial
     | Announced
-    | Ask
+    | AskOwner
 )
 ToFront = (
     Welcome
-    | Refused
+    | FrontRefused
     | WorkerAdded
     | WorkerGone
     | WorkerLeaving
@@ -285,11 +285,11 @@ ToFront = (
     | Sync
     | Totals
     | OthersOpen
-    | Trial
+    | TrialGranted
     | Announced
     | NewKeys
     | NewRouter
-    | Answer
+    | OwnerAnswer
     | Drain
 )
 

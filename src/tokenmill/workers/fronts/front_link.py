@@ -18,14 +18,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tokenmill.core.cost import Cost
 from tokenmill.core.kv import PREFILLED
-from tokenmill.core.types import RequestOutput, TokenmillError
+from tokenmill.core.requests import RequestOutput
+from tokenmill.core.types import TokenmillError
 from tokenmill.routing.load_report import LoadAccount
 from tokenmill.workers.link import MAX_MESSAGES, beat
 from tokenmill.workers.messages import (
+    BlockEvents,
     FromWorker,
     FrontDropped,
     FrontLost,
-    KVEvents,
     LoadReported,
     ModelFacts,
     OutputPacker,
@@ -203,11 +204,11 @@ class FrontLinks:
         if not front:
             return
         self._has_new = True
-        uncached = message.num_uncached or [len(r.prompt_token_ids) for r in message.requests]
+        uncached = message.num_uncached or [len(r.task.prompt_token_ids) for r in message.requests]
         hashes = message.hashes or [[]] * len(uncached)
         for request, num_uncached, marks in zip(message.requests, uncached, hashes, strict=True):
             self._name_of[request.request_id] = front
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            num_tokens = len(request.task.prompt_token_ids) + len(request.task.output_token_ids)
             kv_tokens = -(-num_tokens // self._facts.block_size) * self._facts.block_size
             self._load.sent(front, request.request_id, num_uncached, kv_tokens, marks)
 
@@ -297,7 +298,7 @@ class FrontLinks:
         """A front wants to hear of the prefix cache from now on."""
         self._listeners.add(self.link(front))
 
-    def send_events(self, message: KVEvents) -> None:
+    def send_events(self, message: BlockEvents) -> None:
         """Tell all fronts that listen; it is encoded once."""
         data = encode(message)
         for link in self._listeners:

@@ -34,13 +34,13 @@ from tokenmill.workers.fronts.control import (
     RenewRouter,
     Scale,
     ToFront,
-    Trial,
+    TrialGranted,
     Welcome,
     WorkerAdded,
     WorkerGone,
     WorkerLeaving,
 )
-from tokenmill.workers.fronts.owner_link import CALLS_S, Membership, OwnerLink, front_number
+from tokenmill.workers.fronts.owner_link import CALLS_S, FrontMembership, OwnerLink, front_number
 from tokenmill.workers.fronts.report import IN_VIEW, AtWorker, FrontCounts, FrontReport
 from tokenmill.workers.fronts.stored_responses import ResponseKeeper
 from tokenmill.workers.link import Spawn, WorkerProcess
@@ -99,7 +99,7 @@ class _SharedTrials(Trials):
 class _OwnersResponses:
     """The stored responses of all fronts, which the owner keeps."""
 
-    def __init__(self, owner: OwnerLink, membership: Membership) -> None:
+    def __init__(self, owner: OwnerLink, membership: FrontMembership) -> None:
         self._owner = owner
         self._membership = membership
 
@@ -136,7 +136,7 @@ class MemberPool(WorkerPool):
 
     def __init__(self, welcome: Welcome, owner: OwnerLink, host: str | None) -> None:
         setup = welcome.setup
-        self.membership = Membership(
+        self.membership = FrontMembership(
             welcome, owner, self.report, lambda: super(MemberPool, self).num_pending
         )
         self.membership.on_drain = self._end
@@ -207,7 +207,7 @@ class MemberPool(WorkerPool):
                 self._begin(self._leave(worker, timeout_s))
             case Announced(told=told, sent_s=sent_s):
                 self.routers.heard(told, sent_s)
-            case Trial():
+            case TrialGranted():
                 self._trials.grant(self._requests.send_held)
             case NewRouter(policy=policy):
                 super().renew_router(policy)

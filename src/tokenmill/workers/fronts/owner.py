@@ -24,8 +24,7 @@ from tokenmill.core.types import EngineStats, TokenmillError
 from tokenmill.workers.accounts import AccountsView
 from tokenmill.workers.fronts.control import (
     Announced,
-    Answer,
-    Ask,
+    AskOwner,
     AskTrial,
     Connect,
     DeleteResponse,
@@ -35,11 +34,12 @@ from tokenmill.workers.fronts.control import (
     FindItem,
     FromFront,
     FrontFailed,
+    FrontHello,
+    FrontRefused,
     FrontSetup,
     GetResponse,
     GetTotals,
     GiveReport,
-    Hello,
     KeepResponse,
     Left,
     Listening,
@@ -47,15 +47,15 @@ from tokenmill.workers.fronts.control import (
     NewRouter,
     OpenCalls,
     OthersOpen,
+    OwnerAnswer,
     Question,
-    Refused,
     RenewRouter,
     Reported,
     Scale,
     Synced,
     ToFront,
     Totals,
-    Trial,
+    TrialGranted,
     Welcome,
     WorkerAdded,
     WorkerGone,
@@ -291,7 +291,7 @@ class FrontOwner:
     def _receive(self, identity: bytes, data: bytes) -> None:
         message = decode_from_front(data)
         front = self._by_peer.get(identity)
-        if isinstance(message, Hello):
+        if isinstance(message, FrontHello):
             self._welcome(identity, message)
         elif front is not None and isinstance(message, KeepResponse):  # of one that has ended, too
             kept = message
@@ -308,7 +308,7 @@ class FrontOwner:
             with contextlib.suppress(ProcessLookupError):
                 front.process.kill()
 
-    def _welcome(self, identity: bytes, hello: Hello) -> None:
+    def _welcome(self, identity: bytes, hello: FrontHello) -> None:
         name, version = self._tickets.pop(hello.ticket, None), self._setup.version
         problem = ""
         if hello.version != version:
@@ -317,7 +317,7 @@ class FrontOwner:
         if name is None:
             problem = "a front is started by its server alone, by --fronts"
         if problem or name is None:
-            self._socket.send(identity, encode(Refused(problem)))
+            self._socket.send(identity, encode(FrontRefused(problem)))
             return
         front = self._fronts[name]
         self._num_started += 1
@@ -348,7 +348,7 @@ class FrontOwner:
                 front.calls, self._changed = message, True
             case Announced():
                 self._tell_others(front, message)
-            case Ask(number=number, question=question):
+            case AskOwner(number=number, question=question):
                 self._begin(self._answer(front, number, question))
             case _:
                 self._apply_rare(front, message)
@@ -370,7 +370,7 @@ class FrontOwner:
                 other.send_bytes(data)
 
     async def _answer(self, front: _Front, number: int, question: Question) -> None:
-        answer = Answer(number)
+        answer = OwnerAnswer(number)
         try:
             match question:
                 case GetTotals():
@@ -507,7 +507,7 @@ class FrontOwner:
             front = self._trials.pop(0)
             if front.peer is not None:
                 self._trial_of = front
-                front.send(Trial())
+                front.send(TrialGranted())
 
     def _end_trial(self, front: _Front) -> None:
         if self._trial_of is front:

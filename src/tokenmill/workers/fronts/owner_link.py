@@ -13,20 +13,20 @@ from collections.abc import Callable
 
 from tokenmill.core.keys.key_ring import KeyRing
 from tokenmill.workers.fronts.control import (
-    Answer,
-    Ask,
+    AskOwner,
     Drain,
     FromFront,
     FrontFailed,
+    FrontHello,
+    FrontRefused,
     GetTotals,
     GiveReport,
-    Hello,
     Listening,
     NewKeys,
     OpenCalls,
     OthersOpen,
+    OwnerAnswer,
     Question,
-    Refused,
     Reported,
     Sync,
     Synced,
@@ -58,13 +58,13 @@ class OwnerLink:
         self._on_message: Callable[[ToFront], None] | None = None
         self._messages: deque[ToFront] = deque()  # to be passed on
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[OwnerAnswer]] = {}
         self._number = 0
         self.heard_s = time.monotonic()
 
     async def join(self, ticket: str, version: str) -> Welcome:
         """Say Hello; FrontError where the owner does not take this front."""
-        self.send(Hello(ticket, version, os.getpid()))
+        self.send(FrontHello(ticket, version, os.getpid()))
         gone = asyncio.ensure_future(self.gone.wait())
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
@@ -84,16 +84,16 @@ class OwnerLink:
     def send(self, message: FromFront) -> None:
         self._socket.send(encode(message))
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> OwnerAnswer:
         """What the owner answers.
 
         PoolError or WorkerStartError where it cannot do it, FrontError where it failed.
         """
         self._number += 1
         number = self._number
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[OwnerAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answered
-        self.send(Ask(number, question))
+        self.send(AskOwner(number, question))
         answer = await answered
         if answer.error_kind == "start":
             raise WorkerStartError(answer.error)
@@ -109,9 +109,9 @@ class OwnerLink:
         match message:
             case Welcome() if not self._welcome.done():
                 self._welcome.set_result(message)
-            case Refused(message=why) if not self._welcome.done():
+            case FrontRefused(message=why) if not self._welcome.done():
                 self._welcome.set_exception(FrontError(why))
-            case Answer(number=number):
+            case OwnerAnswer(number=number):
                 if (answered := self._answers.pop(number, None)) and not answered.done():
                     answered.set_result(message)
             case Sync(number=number):
@@ -133,7 +133,7 @@ class OwnerLink:
         self._socket.close()
 
 
-class Membership:
+class FrontMembership:
     """One of several fronts: what it tells, and what it hears of all of them.
 
     `report` is called with whether decisions are wanted; `num_pending` counts open requests without

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from tokenmill.core.config import ServerConfig
 from tokenmill.workers.fronts.control import (
     AboutResponse,
-    Answer,
     DeleteResponse,
     FindItem,
     GetResponse,
+    OwnerAnswer,
 )
 from tokenmill.workers.fronts.stored_responses import StoredResponses
 
@@ -22,13 +22,13 @@ class SharedResponses(StoredResponses):
         super().__init__(limits)
         self._catch_up = catch_up
 
-    async def answer(self, question: AboutResponse, answer: Answer) -> None:
+    async def answer(self, question: AboutResponse, answer: OwnerAnswer) -> None:
         """Answer with what is stored, or with what is once all that was sent has come."""
         if not await self._find(question, answer):
             await self._catch_up()
             await self._find(question, answer)
 
-    async def _find(self, question: AboutResponse, answer: Answer) -> bool:
+    async def _find(self, question: AboutResponse, answer: OwnerAnswer) -> bool:
         match question:
             case GetResponse(response_id=response_id, account=account):
                 answer.response = await self.get(response_id, account)

@@ -1,4 +1,4 @@
-"""The video engine as an engine of jobs, with the files that its worker makes."""
+"""The engine of a video worker, with the files that it makes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import av
-import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tokenmill.core.jobs.job_engine import JobOutput
-from tokenmill.core.types import Request
-from tokenmill.core.video import Video, VideoParams
+from tokenmill.core.requests import Generate, Request, RequestOutput
+from tokenmill.core.tasks import TaskProgress, Video, VideoFile, VideoFrames
+from tokenmill.core.types import FinishReason
+from tokenmill.core.video import VideoParams
 from tokenmill.models.checkpoints.diffusers_folder import random_wan
 from tokenmill.models.wan.wan_transformer import WanTransformer
+from tokenmill.video import video_task_engine
 from tokenmill.video.pipeline import Pipeline, build_pipeline
 from tokenmill.video.preview import frame_picture, latents_picture
 from tokenmill.video.video_engine import VideoEngine
 from tokenmill.video.video_files import mp4_bytes
-from tokenmill.workers.jobs import video_worker
-from tokenmill.workers.jobs.video_worker import (
-    VideoProgress,
-    VideoResult,
-    VideoWorker,
-    encode_request,
-)
+from tokenmill.video.video_task_engine import VideoTaskEngine
 
 PARAMS = VideoParams(size=(32, 16), num_frames=5, num_steps=4, negative_token_ids=(9, 8))
 
@@ -39,21 +34,21 @@ def pipeline() -> Pipeline:
 
 
 @pytest.fixture
-def worker(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> VideoWorker:
-    monkeypatch.setattr(video_worker, "PICTURE_S", 0.0)
+def worker(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> VideoTaskEngine:
+    monkeypatch.setattr(video_task_engine, "PICTURE_S", 0.0)
     engine = VideoEngine(pipeline)
-    return VideoWorker(engine, mp4_bytes, frame_picture, lambda: latents_picture(engine))
+    return VideoTaskEngine(engine, mp4_bytes, frame_picture, lambda: latents_picture(engine))
 
 
-def submit(worker: VideoWorker, name: str, params: VideoParams = PARAMS) -> None:
-    worker.submit(name, encode_request(Request(name, [5, 6, 7], video=params)))
+def submit(worker: VideoTaskEngine, name: str, params: VideoParams = PARAMS) -> None:
+    worker.submit(Request(name, Video([5, 6, 7], params)))
 
 
-def run(worker: VideoWorker) -> dict[str, list[JobOutput]]:
-    found: dict[str, list[JobOutput]] = {}
+def run(worker: VideoTaskEngine) -> dict[str, list[RequestOutput]]:
+    found: dict[str, list[RequestOutput]] = {}
     while worker.has_work():
         for output in worker.step():
-            found.setdefault(output.job_id, []).append(output)
+            found.setdefault(output.request_id, []).append(output)
     return found
 
 
@@ -62,30 +57,31 @@ def shape(picture: bytes) -> tuple[int, ...]:
         return np.asarray(image).shape
 
 
-def test_steps_are_told_with_pictures_and_the_end_has_the_files(worker: VideoWorker) -> None:
+def test_steps_are_told_with_pictures_and_the_end_has_the_files(worker: VideoTaskEngine) -> None:
     submit(worker, "a")
     *steps, end = run(worker)["a"]
-    told = [msgspec.msgpack.decode(step.payload, type=VideoProgress) for step in steps]
-    assert [step.progress for step in told] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.9])
+    told = [step.delta for step in steps if isinstance(step.delta, TaskProgress)]
+    assert [step.share for step in told] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.9])
     assert [step.is_denoising for step in told] == [True] * 4 + [False]
     assert all(step.step_s > 0 for step in told)
     assert {shape(step.picture) for step in told} == {(2, 4, 3)}  # the latents' own size
-    made = msgspec.msgpack.decode(end.payload, type=VideoResult)
-    assert end.kind == "done" and shape(made.picture) == (16, 32, 3)
+    made = end.delta
+    assert end.finish_reason is FinishReason.STOP and isinstance(made, VideoFile)
+    assert shape(made.picture) == (16, 32, 3)
     assert set(made.seconds) == {"text", "load", "denoise", "decode"}
     with av.open(io.BytesIO(made.video)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(frames) == 5 and frames[0].shape == (16, 32, 3)
-    assert worker.stats()["engine_steps_total"] == 6
+    assert worker.stats().figures["engine_steps_total"] == 6
 
 
 def test_large_frames_have_small_pictures() -> None:
     pixels = np.arange(3 * 4 * 1000, dtype=np.int64).astype(np.uint8).tobytes()
-    assert shape(frame_picture(Video(1000, 4, 16, 1, pixels))) == (1, 250, 3)
+    assert shape(frame_picture(VideoFrames(1000, 4, 16, 1, pixels))) == (1, 250, 3)
 
 
 def test_out_of_memory_fails_that_job_alone_and_the_next_has_its_pixels(
-    worker: VideoWorker, monkeypatch: pytest.MonkeyPatch
+    worker: VideoTaskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(worker, "alone")
     alone = run(worker)["alone"][-1]
@@ -103,38 +99,41 @@ def test_out_of_memory_fails_that_job_alone_and_the_next_has_its_pixels(
     submit(worker, "next")
     found = run(worker)
     (_, failed), (*_, done) = found["large"], found["next"]
-    assert (failed.kind, failed.error_kind) == ("failed", "out_of_memory")
-    assert "do not fit the memory; ask for a smaller size" in failed.error
-    results = [msgspec.msgpack.decode(o.payload, type=VideoResult) for o in (alone, done)]
-    assert results[0].video == results[1].video
+    assert (failed.finish_reason, failed.stop_reason) == ("error", "out_of_memory")
+    assert "do not fit the memory; ask for a smaller size" in (failed.error or "")
+    files = [o.delta.video for o in (alone, done) if isinstance(o.delta, VideoFile)]
+    assert len(files) == 2 and files[0] == files[1]
 
 
-def test_jobs_that_cannot_be_made_fail_alone(worker: VideoWorker, tmp_path: Path) -> None:
-    for payload in (b"", b"\x80", encode_request(Request("a", [1]))):
-        with pytest.raises(ValueError, match="the job"):
-            worker.submit("a", payload)
+def test_jobs_that_cannot_be_made_fail_alone(worker: VideoTaskEngine, tmp_path: Path) -> None:
+    worker.submit(Request("text", Generate([1])))
     submit(worker, "odd", replace(PARAMS, size=(33, 16)))
     submit(worker, "left")
     submit(worker, "good")
     worker.abort("left")
     found = run(worker)
-    assert [found[name][-1].kind for name in ("odd", "left", "good")] == ["failed"] * 2 + ["done"]
-    assert found["odd"][-1].error_kind == "invalid"
-    assert found["odd"][-1].error.startswith("size: ")
-    assert "multiples of 16" in found["odd"][-1].error
+    names = ("text", "odd", "left", "good")
+    reasons = [found[name][-1].finish_reason for name in names]
+    assert reasons == ["reject", "reject", "abort", "stop"]
+    assert "task: this engine makes videos" in (found["text"][-1].error or "")
+    assert found["odd"][-1].stop_reason == "invalid"
+    error = found["odd"][-1].error or ""
+    assert error.startswith("size: ") and "multiples of 16" in error
     (tmp_path / "odd.pt").write_text("no tensor")
     for file, says in (("odd.pt", "cannot be read"), ("none.pt", "cannot be read")):
         submit(worker, file, replace(PARAMS, latent=str(tmp_path / file)))
         (end,) = run(worker)[file]
-        assert end.error_kind == "invalid" and end.error.startswith(f"latent_path: {file} {says}")
-        assert str(tmp_path) not in end.error  # paths are the server's own
+        error = end.error or ""
+        assert end.stop_reason == "invalid" and error.startswith(f"latent_path: {file} {says}")
+        assert str(tmp_path) not in error  # paths are the server's own
 
 
 def test_a_video_that_cannot_be_written_fails_its_job(pipeline: Pipeline) -> None:
-    def fails(video: Video) -> bytes:
+    def fails(video: VideoFrames) -> bytes:
         raise RuntimeError("no codec")
 
-    worker = VideoWorker(VideoEngine(pipeline), fails, frame_picture, lambda: b"")
+    worker = VideoTaskEngine(VideoEngine(pipeline), fails, frame_picture, lambda: b"")
     submit(worker, "a")
     end = run(worker)["a"][-1]
-    assert (end.kind, end.error_kind) == ("failed", "encode") and "no codec" in end.error
+    assert (end.finish_reason, end.stop_reason) == ("error", "encode")
+    assert "no codec" in (end.error or "")

@@ -1,1 +1,0 @@
-"""Engines of jobs: their protocol, and ranking requests as bytes."""
