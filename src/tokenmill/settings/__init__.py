@@ -165,10 +165,10 @@ def unknown_variables(environ: Mapping[str, str], known: Iterable[Setting]) -> I
     names = {name for s in known for name, _ in _names(s, s.variable, "TOKENMILL_NO_")}
     for name in sorted(environ):
         if name.startswith("TOKENMILL_") and name not in names | OTHER_VARIABLES:
-            near = get_close_matches(name, names, 1)
             key = name.removeprefix("TOKENMILL_").replace("_", "-").lower()
-            now = what_is_so_now(key) or (f"did you mean {near[0]}?" if near else "")
-            yield f"{name} is no setting" + (f"; {now}" if now else "")
+            near = get_close_matches(name, names, 1)
+            meant = f" is no setting; did you mean {near[0]}?" if near else " is no setting"
+            yield name + (f": {now}" if (now := what_is_so_now(key)) else meant)
 
 
 def config_path(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
