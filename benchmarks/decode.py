@@ -122,7 +122,6 @@ def run(options: Options, settings: Settings) -> Report:
 
 
 def build(setup: Setup, options: Options) -> BuiltEngine:
-    """An engine with room for the largest batch."""
     largest, context = max(options.batch), options.context
     model = replace(setup.model, model=str(model_path(setup.model)))
     device, cache = choose_device(model), setup.cache
@@ -223,7 +222,6 @@ def part_of(kernel: str) -> str:
 
 
 def by_part(kernels: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by part."""
     parts = dict.fromkeys(PARTS, 0.0)
     for kernel, seconds in kernels.items():
         parts[part_of(kernel)] += seconds
@@ -292,7 +290,6 @@ class DecodeProbe:
         graphs.start(capture_all(jobs, CaptureLimits(math.inf, GRAPH_BYTES)))
 
     def seconds(self, repeats: int = 20) -> float:
-        """The mean time of a step."""
         self._run(3)
         begin = time.perf_counter()
         self._run(repeats)

@@ -66,7 +66,6 @@ class Load:
         self._order = torch.randperm(len(shares), generator=self._source, device=self.device)
 
     def draw(self) -> torch.Tensor:
-        """The keys of a lookup, on the device."""
         drawn = torch.rand(
             self.num_keys, generator=self._source, device=self.device, dtype=torch.float64
         )

@@ -69,8 +69,6 @@ class Probe:
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed chat completion on its own connection."""
-
     connection: socket.socket
     times: RequestTimes
     probe: Probe | None = None
@@ -123,7 +121,6 @@ class Streamed:
         return [delay_ms for read_ns, delay_ms in pairs if read_ns > self.begun_ns]
 
     def add(self, other: Streamed) -> None:
-        """Add what another process has received meanwhile."""
         self.num_streams += other.num_streams
         self.num_tokens += other.num_tokens
         self.num_chunks += other.num_chunks
@@ -138,8 +135,6 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The streams of one client process."""
-
     address: Address
     model: str
     streams: range
@@ -205,7 +200,6 @@ class FrontLoad:
             self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
 
     def close(self) -> None:
-        """End the client processes."""
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -258,7 +252,6 @@ def _request(address: Address, model: str, num_tokens: int) -> bytes:
 
 
 def address_of(url: str) -> Address:
-    """Host and port of a server's URL."""
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
         raise FrontendBenchError(f"expected http://HOST:PORT, got {url!r}")
@@ -284,7 +277,6 @@ class CpuTimes:
         return cls(fronts_s, workers_s)
 
     def since(self, before: CpuTimes) -> CpuTimes:
-        """What was spent since."""
         return CpuTimes(self.fronts_s - before.fronts_s, self.workers_s - before.workers_s)
 
 

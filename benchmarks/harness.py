@@ -20,7 +20,7 @@ from rich.text import Text
 
 import tokenmill.bench
 from tokenmill import console
-from tokenmill.bench.child_process import run_benchmark
+from tokenmill.bench.commands.ladder import run_benchmark
 from tokenmill.core.types import TokenmillError
 from tokenmill.settings import Setting, Settings, SettingsError, read_value
 from tokenmill.settings.options import help_of
@@ -115,7 +115,6 @@ class Benchmark:
 
 
 def parse(offered: Iterable[Setting], words: Sequence[str]) -> Settings:
-    """What these flags of tokenmill set."""
     parser, offered = Parser(allow_abbrev=False), tuple(offered)
     for setting in offered:
         _add(parser, setting)
@@ -149,7 +148,6 @@ def _add(parser: Any, setting: Setting) -> None:
 
 
 def command(*words: str) -> list[str]:
-    """The command line of a tokenmill process."""
     return [sys.executable, "-P", "-m", "tokenmill", *words]
 
 

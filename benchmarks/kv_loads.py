@@ -130,8 +130,6 @@ class TraceLoad:
 
 
 class Rows:
-    """The requests of a trace, one after another."""
-
     def __init__(self, load: TraceLoad, vocab_size: int) -> None:
         self.load, self.vocab_size = load, vocab_size
         self.num_left = load.num_requests

@@ -97,7 +97,6 @@ def _gb_s(size: Report, kind: str) -> str:
 
 
 def connectors(asked: str) -> list[str]:
-    """Those to measure."""
     if asked in CONNECTORS:
         return [asked]
     return [name for name, connector in CONNECTORS.items() if connector.installed()]
@@ -182,8 +181,6 @@ def _counts(num_blocks: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """GB/s of reads of one size."""
-
     connector: OwnConnector
     engine_id: str
     tensors: list[torch.Tensor]
@@ -273,7 +270,6 @@ def _runs(order: str, num_blocks: int, count: int, seed: int) -> list[Run]:
 
 
 def _check(tensors: list[torch.Tensor], runs: list[Run]) -> None:
-    """What has arrived is what was sent."""
     there = [first + i for first, _, count in runs for i in range(count)]
     here = [first + i for _, first, count in runs for i in range(count)]
     for region, rows in enumerate(tensors):

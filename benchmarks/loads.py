@@ -231,8 +231,6 @@ def make_load(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One load on one set of workers."""
-
     machine: str
     kind: str
     num_workers: int
@@ -244,8 +242,6 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load under one policy."""
-
     ttft_ms: list[float]
     tpot_ms: list[float]
     duration_s: float
@@ -260,7 +256,6 @@ class Row:
 
     @property
     def figures(self) -> dict[str, dict[str, float]]:
-        """Of all seeds together."""
         return {policy: _figures(runs) for policy, runs in self.runs.items()}
 
     @property

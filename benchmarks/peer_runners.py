@@ -22,8 +22,6 @@ SLOT_TOKENS = 256  # llama.cpp rounds its slots up to this; wider ones than need
 
 
 class Runner(Protocol):
-    """A loaded peer."""
-
     def generate(self, prompts: Prompts, lens: list[int]) -> tuple[float, list[int]]:
         """Seconds that the peer took, and the number of new tokens of each prompt."""
 

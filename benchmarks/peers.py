@@ -211,7 +211,6 @@ class Peer:
         return self._process
 
     def close(self) -> None:
-        """End the process and wait for it."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -27,8 +27,6 @@ START_S, STOP_S = 600.0, 30.0
 
 @dataclass
 class Server:
-    """A server that answers."""
-
     process: subprocess.Popen[bytes]
     port: int
     start_s: float = 0.0
@@ -82,7 +80,6 @@ def served(words: Sequence[str], env: Mapping[str, str] | None = None) -> Iterat
 
 
 def serve(model: str, *flags: str) -> contextlib.AbstractContextManager[Server]:
-    """`tokenmill serve` of this checkout."""
     return served(command("serve", model, *flags))
 
 
@@ -120,7 +117,6 @@ class EndpointLoad:
         self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
     def point(self) -> Report:
-        """The one point of its report."""
         out, _ = self._process.communicate()
         if self._process.returncode:
             raise TokenmillError(f"bench endpoint ended with status {self._process.returncode}")

@@ -24,7 +24,6 @@ BEGIN_S, GAP_S = 240, 120  # conversations begin within so many seconds; between
 
 
 def conversation(source: random.Random, fresh: count[int]) -> list[dict[str, Any]]:
-    """The turns of one conversation."""
     length = min(MOST, max(600, round(source.lognormvariate(0, FIRST_SIGMA) * FIRST_MEDIAN)))
     at_ms, ids = source.uniform(0, BEGIN_S) * 1000, [0]
     turns: list[dict[str, Any]] = []

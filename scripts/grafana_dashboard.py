@@ -41,7 +41,6 @@ class Metric:
 
 
 def read_metrics(page: str) -> list[Metric]:
-    """The rows of the table of /metrics."""
     found = [ROW.match(line) for line in page.splitlines()]
     return [
         Metric(match[1], match[2], tuple(re.findall(r"\w+", match[3])), match[4].replace("`", ""))

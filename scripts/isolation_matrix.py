@@ -128,8 +128,6 @@ OF_A = "previous_response_id"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call was answered."""
-
     status: int
     tells: bool  # what A has stored
 
@@ -157,14 +155,12 @@ class Site:
 
 
 def routes_of(app: Any) -> Routes:
-    """All routes, each with its method."""
     found = [(m, route.path) for route in app.routes for m in sorted(getattr(route, "methods", ()))]
     return [(method, path) for method, path in found if method != "HEAD"]
 
 
 @contextlib.asynccontextmanager
 async def language(config: ServerConfig, _folder: Path) -> AsyncIterator[Site]:
-    """A language server over a simulated worker."""
     tokenizer, keys = make_tokenizer(), Keys.of(config, TOKEN, b"salt")
     pool = WorkerPool(Spawner(worker_argv(SchedulerConfig(max_model_len=512), 0.0)))
     await pool.start()
@@ -214,7 +210,6 @@ class RankPool(FakePool):
 
 @contextlib.asynccontextmanager
 async def ranking(config: ServerConfig, _folder: Path) -> AsyncIterator[Site]:
-    """A ranking server whose worker needs no model."""
     keys, pool = Keys.of(config, TOKEN, b"salt"), RankPool()
     service = await make_rank_service(MODEL, 9, keys, pool)  # type: ignore[arg-type]
     front = CallMiddleware(service.app, keys, service.metrics, streams=False)
@@ -228,8 +223,6 @@ async def ranking(config: ServerConfig, _folder: Path) -> AsyncIterator[Site]:
 
 
 class VideoPool(RankPool):
-    """Workers whose videos are ready at once."""
-
     content = OWN
 
     def answer(self, request_id: str) -> None:
@@ -238,7 +231,6 @@ class VideoPool(RankPool):
 
 @contextlib.asynccontextmanager
 async def video(config: ServerConfig, folder: Path) -> AsyncIterator[Site]:
-    """A video server whose workers need no model."""
     pool = VideoPool()
     async with video_app(folder, config, pool) as app:
         site: Site
@@ -309,7 +301,6 @@ async def outcomes(
 
 
 async def rows_of(name: str, keyed: bool) -> list[Row]:
-    """What each route of a server answers."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         async with SERVERS[name](KEYED if keyed else OPEN, Path(folder)) as site:
@@ -339,13 +330,11 @@ def table(rows: list[Row], keyed: bool) -> str:
 
 
 async def measure() -> dict[tuple[str, bool], list[Row]]:
-    """All servers, with keys and without."""
     ways = [(name, keyed) for name in SERVERS for keyed in (True, False)]
     return {way: await rows_of(*way) for way in ways}
 
 
 def render(page: str, found: dict[tuple[str, bool], list[Row]]) -> str:
-    """The page with its tables anew."""
     for (name, keyed), rows in found.items():
         page = put(page, f"{name} {'with keys' if keyed else 'without keys'}", table(rows, keyed))
     return page

@@ -20,7 +20,6 @@ RULES = ROOT / "tests" / "test_imports.py"
 
 
 def summary(path: Path) -> str:
-    """The first sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(text.split("\n\n")[0].split())
     return first.rstrip(".")
@@ -40,7 +39,6 @@ def module_list() -> str:
 
 
 def import_table(allowed: Mapping[str, set[str]], homes: Mapping[str, tuple[str, ...]]) -> str:
-    """The rules of tests/test_imports.py as a table."""
     lines = ["| unit | may import | libraries that have a home there |", "|---|---|---|"]
     for unit, others in allowed.items():
         libraries = [
@@ -61,7 +59,6 @@ def _row_of(place: str, allowed: Mapping[str, set[str]]) -> str:
 
 
 def render(page: str) -> str:
-    """The page with its generated parts anew."""
     spec = importlib.util.spec_from_file_location("import_rules", RULES)
     assert spec is not None and spec.loader is not None
     rules = importlib.util.module_from_spec(spec)

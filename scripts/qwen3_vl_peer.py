@@ -137,8 +137,6 @@ def with_own_image(made: dict[str, Any], request: Request, name: str) -> dict[st
 
 
 class Peer:
-    """vLLM's engine, and the time that it takes."""
-
     def __init__(self, folder: Path, max_model_len: int) -> None:
         from vllm import LLM, SamplingParams
 

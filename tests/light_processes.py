@@ -79,7 +79,7 @@ def print_to(
 def run_benchmark(
     command: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> tuple[Any, str]:
-    """What takes the place of the function of tokenmill.bench.child_process."""
+    """What takes the place of the function of tokenmill.bench.commands.ladder."""
     _, _, _, module, *arguments = command  # python -P -m
     with (
         tempfile.NamedTemporaryFile("r", encoding="utf-8") as stdout,

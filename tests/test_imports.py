@@ -50,7 +50,6 @@ ALLOWED: dict[str, set[str]] = {
     "bench/mlperf/language": {"console", "core", "engine", "models", "settings", "text"},
     "bench/mlperf/under_test": {"core", "http_connection", "settings"},
     "bench/mlperf/loadgen_tests": TERMINAL | {"core"},
-    "bench/report/throughput_report": {"core", "engine", "console"},
     "bench/report/result_folder": {"core", "console"},
     "bench/client/live_progress": {"core", "console"},
     "bench/endpoint_load": TERMINAL | {"core", "text"},

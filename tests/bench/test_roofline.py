@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import tokenmill.bench
+from tokenmill.bench.commands.throughput import ranks_report
 from tokenmill.bench.offline import CellRun, tokens_per_step
-from tokenmill.bench.report.throughput_report import ranks_report
 from tokenmill.bench.roofline import (
     CellSetup,
     PeakRates,

@@ -27,8 +27,6 @@ BUDGET_S = 0.5  # of each measurement; the best repeat counts
 
 
 class LinearShape(Protocol):
-    """The widths of a model's largest products."""
-
     @property
     def hidden_size(self) -> int: ...
     @property

@@ -33,7 +33,6 @@ MODELS_TIMEOUT_S = 10.0
 
 
 def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[ClientLoad]:
-    """One load per point of the sweep."""
     from tokenmill.bench.client.arrivals import ClientLoad
     from tokenmill.bench.client.datasets import Trace
 
@@ -67,7 +66,6 @@ def make_loads(config: EndpointConfig, dataset: Dataset, seed: int) -> list[Clie
 
 
 def make_dataset(settings: Settings, config: EndpointConfig) -> Dataset:
-    """The data that the flags ask for."""
     from tokenmill.bench.client.datasets import Synthetic, Trace, read_prompts
 
     output_len = settings.values.get("output-len")
@@ -135,7 +133,6 @@ class PromptSource:
         self.dataset = replace(outer, dataset=prompts) if isinstance(outer, Shuffled) else prompts
 
     def point(self, number: int) -> Dataset:
-        """The data of the point with this number."""
         from tokenmill.bench.client.datasets import Prompts, Shuffled, fresh
 
         if self.same and isinstance(self.dataset, Prompts | Shuffled):
@@ -143,7 +140,6 @@ class PromptSource:
         return fresh(self.dataset, self.seed + (0 if self.same else POINT_SEED * number))
 
     def report(self) -> PromptsReport:
-        """For the JSON line."""
         from tokenmill.bench.results.reports import PromptsReport
 
         return PromptsReport(
@@ -155,7 +151,6 @@ class PromptSource:
 
 
 def make_target(settings: Settings, config: EndpointConfig) -> Endpoint:
-    """The server to send to, and the fields of every request."""
     from tokenmill.bench.client.connections import route_url
     from tokenmill.bench.client.records import Endpoint
 
@@ -202,7 +197,6 @@ def _models_url(url: str) -> str:
 
 
 def first_model(target: Endpoint) -> str:
-    """The first name of the server's /models."""
     try:
         return str(served_models(target)[0]["id"])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:

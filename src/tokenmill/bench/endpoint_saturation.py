@@ -35,7 +35,6 @@ class Bench(Protocol):
 
 
 def check_saturation(settings: Settings, config: EndpointConfig) -> None:
-    """Refuse flags that do not go with --saturate."""
     for name, values in (("concurrency", config.concurrency), ("rate", config.rate)):
         if len(values) > 1:
             raise SettingsError(f"--saturate starts at a single --{name}, got {len(values)} values")
@@ -106,7 +105,6 @@ def note_client(saturation: SaturationReport, points: Sequence[PointReport]) -> 
 
 
 def to_probe(load: float, point: PointReport) -> Probe:
-    """The figures that the search decides by."""
     from tokenmill.bench.client.saturation import Probe
 
     answered = point.num_completed + point.num_failed
@@ -116,7 +114,6 @@ def to_probe(load: float, point: PointReport) -> Probe:
 
 
 def print_saturation(report: SaturationReport) -> None:
-    """What was found, and why the search ended."""
     found, by = report.found, report.by
     unit = "requests/s" if by == "rate" else "users at once"
     if report.criterion == "goodput":

@@ -37,8 +37,6 @@ class CellRun:
 
 
 class OurEngine:
-    """An engine of this package."""
-
     name = OURS
 
     def __init__(self, engine: Engine) -> None:
@@ -165,7 +163,6 @@ def with_ceiling(
 
 
 def peak_rss_mib() -> float:
-    """Largest resident memory of this process so far."""
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would count the process that forked this one, too
         return round(int(status.read_text().partition("VmHWM:")[2].split()[0]) / 1024, 1)

@@ -178,8 +178,6 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class UrlOptions:
-    """The server under load."""
-
     url: str | None = setting(None, "Base URL, such as http://127.0.0.1:8000/v1.")
     model: str | None = setting(
         None, "Model name to send; by default the first that the server lists."
@@ -279,8 +277,6 @@ class MlperfOptions:
 
 @dataclass(frozen=True, slots=True)
 class MlperfServer:
-    """A server as the system under test."""
-
     url: str | None = setting(
         None,
         "An OpenAI-compatible server as the system under test; for dlrm-v3 `serve --task rank`, "

@@ -57,8 +57,6 @@ class CellSetup:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What a cell costs at least."""
-
     flops: float
     bytes_read: float  # weights once per decode step, and the KV cache
     num_steps: float  # decode steps

@@ -39,7 +39,6 @@ class Cell:
 
     @classmethod
     def equal(cls, name: str, num_prompts: int, input_len: int, output_len: int) -> Cell:
-        """All requests alike."""
         return cls(name, ((input_len, output_len),) * num_prompts)
 
     @property

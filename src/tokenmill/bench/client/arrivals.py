@@ -103,5 +103,4 @@ def _time_of(count: float, rate: float, ramp_s: float) -> float:
 
 
 def shard_slots(concurrency: int, shard: int, num_shards: int) -> range:
-    """The slots of one client process."""
     return range(shard, concurrency, num_shards)

@@ -34,7 +34,6 @@ def audit(run: Run, point: PointReport) -> AuditReport:
 def add_client_baseline(
     report: AuditReport, point: PointReport, baseline: ClientBaseline, stream: bool
 ) -> AuditReport:
-    """Add the client's baseline, which is measured later, to an audit."""
     return _judged(replace(report, floor=baseline_report(baseline, stream)), point)
 
 
@@ -55,7 +54,6 @@ def baseline_report(baseline: ClientBaseline, stream: bool) -> BaselineReport:
 
 
 def warnings(report: AuditReport, point: PointReport) -> list[str]:
-    """One sentence per sign that the client was the limit."""
     found = []
     if report.cpu_share > BUSY_SHARE:
         found.append(

@@ -29,8 +29,6 @@ STALL_S = 0.025  # a pulse so late is a stall
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The work of one client process."""
-
     target: Endpoint
     load: ClientLoad
     dataset: Dataset
@@ -53,8 +51,6 @@ class ClientHealth:
 
 @dataclass(slots=True)
 class Issuer:
-    """Sends sessions and collects a record of every request."""
-
     client: Client
     task: Task
     counters: Any  # shared with the parent: NUM_COUNTERS numbers
@@ -142,7 +138,6 @@ class Issuer:
         return own
 
     async def _session(self, session: Session, index: int, planned_ns: int) -> None:
-        """Turn by turn; the answers become part of what follows."""
         history: list[Message] = []
         if session.system and self.task.target.api == "chat":
             history.append({"role": "system", "content": session.system})

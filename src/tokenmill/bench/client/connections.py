@@ -186,7 +186,6 @@ class ClientConnection(HttpConnection):
         return host, port
 
     def send(self, payload: bytes, exchange: LoadExchange) -> None:
-        """Stamp and write."""
         self.exchange = exchange
         exchange.record.sent_ns = time.monotonic_ns()
         self.write(payload)
@@ -225,13 +224,10 @@ class ClientConnection(HttpConnection):
             exchange.close(time.monotonic_ns())
 
     def time_out(self) -> None:
-        """The deadline of the current request has passed."""
         self._end(TIMEOUT, "no whole answer in time")
 
 
 class Client:
-    """Requests to one target over a pool of connections."""
-
     def __init__(self, target: Endpoint) -> None:
         self._target = target
         self._pool: ConnectionPool[ClientConnection] = ConnectionPool(

@@ -50,7 +50,6 @@ class PromptTurn:
 
     @property
     def spoken(self) -> str | list[Message]:
-        """The content of the user's message."""
         if not self.images:
             return self.content
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
@@ -257,14 +256,12 @@ def _image_first(content: str | list[Message]) -> int | None:
 
 
 def _with_part(messages: list[Message], place: int, part: Message) -> list[Message]:
-    """The messages with a part before the others of one of them."""
     message = messages[place]
     message = message | {"content": [part, *message["content"]]}
     return [*messages[:place], message, *messages[place + 1 :]]
 
 
 def first_text(content: str | list[Message]) -> str:
-    """The text that a prompt begins with."""
     if isinstance(content, str):
         return content
     for message in content:
@@ -293,7 +290,6 @@ def _with_first_text(content: str | list[Message], text: str) -> str | list[Mess
 
 
 def whole_text(content: str | list[Message]) -> str:
-    """All of a prompt as one text."""
     return content if isinstance(content, str) else "".join(map(json.dumps, content))
 
 
@@ -356,7 +352,6 @@ class Shuffled:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, number: int, size: int) -> tuple[int, ...]:
-    """The samples of one pass."""
     order = list(range(size))
     random.Random(f"order/{seed}/{number}").shuffle(order)
     return tuple(order)

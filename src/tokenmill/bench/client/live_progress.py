@@ -50,7 +50,6 @@ def rates(before: Progress, now: Progress) -> tuple[float, float]:
 
 
 def plain_line(before: Progress, now: Progress) -> str:
-    """Done, failed, in flight, and rates since the last line."""
     requests_s, tok_s = rates(before, now)
     return (
         f"{now.seconds:6.1f} s: {now.num_done:,} done, {now.num_failed:,} failed, "
@@ -59,7 +58,6 @@ def plain_line(before: Progress, now: Progress) -> str:
 
 
 def view_lines(goal: PointGoal, before: Progress, now: Progress) -> list[str]:
-    """The live view."""
     requests_s, tok_s = rates(before, now)
     share, left_s = goal.share_done(now), goal.seconds_left(now)
     head = f"{goal.name}  {now.seconds:.1f} s"
@@ -86,7 +84,6 @@ def _ms(value: float | None) -> str:
 
 
 def line_watch() -> Watch:
-    """A line every few seconds."""
     shown = Progress(0.0)
 
     def watch(now: Progress) -> None:

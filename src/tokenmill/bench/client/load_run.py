@@ -1,11 +1,17 @@
-"""Runs a load against an endpoint: client processes, their start and stop, their records."""
+"""Runs a load against an endpoint: client processes, their start and stop, their records.
+
+The same client is also measured alone, against a server process that answers at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import math
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.client.arrivals import ClientLoad
-from tokenmill.bench.client.client_process import ClientHealth, Task, run_process
+from tokenmill.bench.client.client_process import ClientHealth, Task, loop_factory, run_process
 from tokenmill.bench.client.connections import route_url
 from tokenmill.bench.client.datasets import Dataset, Synthetic
-from tokenmill.bench.client.null_server import NUM_TOKENS, run_null_server
 from tokenmill.bench.client.progress import NUM_COUNTERS, Progress
 from tokenmill.bench.client.records import Endpoint, LoadRecord, read_records
 from tokenmill.bench.workload import BenchError
@@ -104,8 +109,6 @@ def _read_all(paths: Iterable[Path]) -> list[LoadRecord]:
 
 
 class ClientProcesses:
-    """The client processes of one run."""
-
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._counters = [_SPAWN.Array("q", NUM_COUNTERS, lock=False) for _ in tasks]
         self._tickets = _SPAWN.Array("q", 2) if tasks[0].load.pass_size else None
@@ -145,7 +148,6 @@ class ClientProcesses:
             watch(Progress.read((time.monotonic_ns() - start_ns) / 1e9, self._counters))
 
     def health(self) -> list[ClientHealth]:
-        """The health that each process reports at its end."""
         found = []
         for pipe in self._pipes:
             answer = self._receive(pipe)
@@ -170,11 +172,91 @@ class ClientProcesses:
                 process.join()
 
 
+OBJECTS = {"chat": "chat.completion", "completions": "text_completion"}
+NUM_TOKENS = 32  # of the null server's answers
+
+
+def answer_of(api: str, stream: bool) -> bytes:
+    """The bytes of the null server's one answer."""
+    usage: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": NUM_TOKENS}
+    usage["total_tokens"] = NUM_TOKENS + 1
+    if not stream:
+        choice = _choice(api, " null" * NUM_TOKENS, "message") | {"finish_reason": "length"}
+        whole = {"object": OBJECTS[api], "choices": [choice], "usage": usage}
+        body = json.dumps(whole).encode()
+        return _head("application/json", f"Content-Length: {len(body)}") + body
+    kind = {"object": OBJECTS[api] + (".chunk" if api == "chat" else "")}
+    token = {"choices": [_choice(api, " null", "delta")]}
+    end = {"choices": [_choice(api, "", "delta") | {"finish_reason": "length"}]}
+    text, *last = (
+        b"data: %s\n\n" % json.dumps(kind | event).encode()
+        for event in (token, end, {"choices": [], "usage": usage})
+    )
+    parts = [*[text] * NUM_TOKENS, b"".join([*last, b"data: [DONE]\n\n"]), b""]
+    head = _head("text/event-stream", "Transfer-Encoding: chunked")
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+def _choice(api: str, text: str, name: str) -> dict[str, Any]:
+    words = {"text": text} if api == "completions" else {name: {"content": text}}
+    return {"index": 0, "finish_reason": None, **words}
+
+
+def _head(content_type: str, length: str) -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{length}\r\n\r\n".encode()
+
+
+class NullProtocol(asyncio.Protocol):
+    """Reads whole requests by their length and writes the answer."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._buffer = b""
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while size := _request_size(self._buffer):
+            self._buffer = self._buffer[size:]
+            self._transport.write(self._answer)
+
+
+def _request_size(buffer: bytes) -> int:
+    """Bytes of the first request; 0 while it is not whole."""
+    end = buffer.find(b"\r\n\r\n")
+    if end < 0:
+        return 0
+    _, _, length = buffer[:end].lower().partition(b"content-length:")
+    size = end + 4 + int(length.split(b"\r\n", 1)[0] or 0)
+    return size if len(buffer) >= size else 0
+
+
+def run_null_server(answer: bytes, pipe: Pipe) -> None:
+    """Serve on a free port, send the port, and end when the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(_serve(answer, pipe))
+
+
+async def _serve(answer: bytes, pipe: Pipe) -> None:
+    loop = asyncio.get_running_loop()
+    closed = asyncio.Event()
+    loop.add_reader(pipe.fileno(), closed.set)
+    server = await loop.create_server(lambda: NullProtocol(answer), "127.0.0.1", 0)
+    pipe.send(server.sockets[0].getsockname()[1])
+    await closed.wait()
+    server.close()
+
+
 @contextlib.contextmanager
 def null_server(api: str, stream: bool) -> Iterator[str]:
-    """Its URL while it runs."""
     ours, theirs = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=run_null_server, args=(api, stream, theirs), daemon=True)
+    process = _SPAWN.Process(
+        target=run_null_server, args=(answer_of(api, stream), theirs), daemon=True
+    )
     process.start()
     theirs.close()
     try:

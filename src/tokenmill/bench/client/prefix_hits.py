@@ -163,7 +163,6 @@ def note_differences(points: Sequence[PointReport]) -> None:
 
 
 def hit_sentences(points: Sequence[PointReport]) -> list[str]:
-    """The doubts about hits of all points, a sentence each."""
     return [
         f"{point.load}: {point.doubts[name].first}"
         for point in points

@@ -34,14 +34,12 @@ class Progress:
 
     @classmethod
     def read(cls, seconds: float, counters: Sequence[Sequence[int]]) -> Progress:
-        """The sum over all processes."""
         totals = [sum(column) for column in zip(*counters, strict=True)]
         done, failed, tokens, is_open = totals[:TTFT]
         return cls(seconds, done, failed, tokens, is_open, totals[TTFT:TPOT], totals[TPOT:])
 
 
 def observe(counters: Any, times: RequestTimes) -> None:
-    """Count the latencies of one answer."""
     for begin, value in ((TTFT, times.ttft_ms), (TPOT, times.tpot_ms)):
         if value is not None:
             counters[begin + bucket_of(value)] += 1

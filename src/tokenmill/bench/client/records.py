@@ -24,8 +24,6 @@ class SseError(ValueError):
 
 
 class Delta(msgspec.Struct, gc=False):
-    """New text of a chunk, or the message of an answer."""
-
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -68,8 +66,6 @@ class ChunkUsage(msgspec.Struct, gc=False):
 
 
 class Chunk(msgspec.Struct, gc=False):
-    """The data of one event, or a whole answer."""
-
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: Any = None
@@ -111,7 +107,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    """The data of an event or the body of an answer."""
     try:
         return _decode_chunk(data)
     except msgspec.DecodeError as error:
@@ -135,7 +130,6 @@ class SseScanner:
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completes."""
         data = self._rest + data if self._rest else data
         held = b""
         if b"\r" in data:
@@ -201,6 +195,5 @@ def write_records(path: Path, records: Iterable[LoadRecord]) -> None:
 
 
 def read_records(path: Path) -> list[LoadRecord]:
-    """What `write_records` wrote."""
     with path.open("rb") as file:
         return [_decode_record(line) for line in file]

@@ -131,15 +131,12 @@ def _name(line: str) -> str:
 
 
 def metrics_url(url: str) -> str:
-    """/metrics of the server that has this route."""
     parts = urlsplit(url)
     return parts._replace(path="/metrics", query="", fragment="").geturl()
 
 
 @dataclass(slots=True)
 class Scraper:
-    """Reads a server's metrics during one point after another."""
-
     url: str
     target: Endpoint
     every_s: float = EVERY_S

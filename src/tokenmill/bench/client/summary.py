@@ -52,8 +52,6 @@ _LIMITS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_m
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What an hour of the machines behind the endpoint costs."""
-
     num_gpus: int
     usd_per_gpu_hour: float
 

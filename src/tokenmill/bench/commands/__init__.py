@@ -26,7 +26,6 @@ class BenchCommand:
 
 
 def bench_commands() -> dict[str, BenchCommand]:
-    """All commands by name."""
     found: dict[str, BenchCommand] = {}
     for module in iter_modules(__path__):
         declared = import_module(f"{__name__}.{module.name}").COMMANDS

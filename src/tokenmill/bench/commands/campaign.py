@@ -87,7 +87,6 @@ def _write_template(path: Path) -> None:
 
 
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
-    """Refuse flags that contradict each other."""
     endpoint.check_flags(settings, config)
     if "duration" in settings and not settings.get("quick"):
         raise SettingsError("--duration needs --quick: otherwise the rules set the duration")
@@ -104,8 +103,6 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
 
 
 class Campaign:
-    """One run of the command."""
-
     def __init__(self, settings: Settings, config: EndpointConfig) -> None:
         self._is_synthetic = config.prompts is None
         # Synthetic answers have the length asked for, those of a dataset their own.
@@ -198,7 +195,6 @@ class Campaign:
         run.records.clear()  # the next point may have millions of its own
 
     def _reasons(self) -> list[str]:
-        """Why the result is not a valid submission."""
         from tokenmill.bench.client.prefix_hits import hit_sentences
 
         reasons = [

@@ -178,7 +178,6 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def check_flags(settings: Settings, config: EndpointConfig) -> None:
-    """Refuse flags that contradict each other."""
     if not settings.get("url"):
         raise SettingsError(
             "--url is missing: give the server to measure, such as http://127.0.0.1:8000/v1"
@@ -201,8 +200,6 @@ def check_flags(settings: Settings, config: EndpointConfig) -> None:
 
 
 class EndpointBench:
-    """One run of the command: its points, its records, its files."""
-
     def __init__(
         self, settings: Settings, config: EndpointConfig, dataset: Dataset | None = None
     ) -> None:
@@ -311,7 +308,6 @@ class EndpointBench:
         return bool(self._runs) and self._runs[-1].interrupted
 
     def measure(self, load: ClientLoad) -> PointReport:
-        """The figures of one more point, its audit, and what the server says."""
         run = self._run_point(load)
         readings = self._scraper.end() if self._scraper else []
         self._finish_records(run)
@@ -424,7 +420,6 @@ def print_report(report: EndpointReport) -> None:
 
 
 def prompts_line(prompts: PromptsReport) -> str:
-    """Which prompts were sent, in a sentence."""
     seed = f"seed {prompts.seed}" + (" (drawn)" if prompts.seed_drawn else "")
     if prompts.same_at_every_point:
         return f"prompts: the same at every point (--same-prompts), {seed}"
@@ -444,7 +439,6 @@ def asked_line(points: Sequence[PointReport]) -> str:
 
 
 def print_points(points: Sequence[PointReport]) -> None:
-    """Errors and doubts, the server's figures and the client's part."""
     from tokenmill.bench.client.audit import all_warnings
     from tokenmill.bench.report.tables import FEW, audit_line, cautions, server_table
     from tokenmill.bench.results.reports import OCCURRENCES

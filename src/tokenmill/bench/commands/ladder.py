@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Collection, Sequence
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill import console
-from tokenmill.bench.child_process import run_benchmark
 from tokenmill.bench.commands import BenchCommand, throughput
 from tokenmill.bench.offline import OURS
 from tokenmill.bench.options import BenchConfig, GpuPrice, LadderOptions
@@ -63,8 +66,6 @@ CHANGED = frozenset().union(*BASE.values(), *(rung.settings for rung in RUNGS))
 
 @dataclass(frozen=True, slots=True)
 class RungAttempt:
-    """A rung and its figures, or why there are none."""
-
     rung: LadderRung
     figures: CellReport | None = None  # ours in the only cell
     skipped: str = ""
@@ -96,6 +97,30 @@ def settings_of(
 def missing(rung: LadderRung, features: Collection[str]) -> str:
     """Why a device cannot run a rung; empty where it can."""
     return NEEDS[rung.needs] if rung.needs and rung.needs not in features else ""
+
+
+def run_benchmark(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[Any, str]:
+    """The report and no error, or {} and the error; what the child writes to stderr passes on.
+
+    `environ` joins the environment: what a process list must not show, such as keys.
+    """
+    last_line = ""
+    environment = os.environ | dict(environ or {})
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
+        with subprocess.Popen(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                sys.stderr.write(line)
+                last_line = line.strip() or last_line
+        if process.returncode:
+            reason = last_line.removeprefix("error: ")
+            return {}, reason or f"exit status {process.returncode}"
+        stdout.seek(0)
+        return json.loads(stdout.read().splitlines()[-1]), ""
 
 
 def run_rung(rung: LadderRung, command: Sequence[str]) -> RungAttempt:
@@ -194,7 +219,6 @@ def ladder(settings: Settings) -> None:
 
 
 def _device(model: ModelConfig, path: Path) -> tuple[str, frozenset[str]]:
-    """The device, and the features that can be switched on there."""
     from tokenmill.bench.ceiling import device_features
     from tokenmill.engine.choices import choose_device
     from tokenmill.engine.drafts.open_drafts import has_mtp
@@ -231,7 +255,6 @@ def _attempt(
 
 
 def _command(values: Values) -> list[str]:
-    """The throughput benchmark of one cell with these settings."""
     cells = {} if "lengths" in values else {"cell": ("batch",)}
     offered = by_key(*throughput.PANELS.values())
     flags = Settings(values | cells).flags(offered.values())

@@ -267,7 +267,6 @@ def _check_video(settings: Settings) -> None:
 
 
 def _preset(settings: Settings) -> Preset:
-    """The benchmark by the rules of --round."""
     try:
         return BENCHMARKS[settings.get("benchmark")].of_round(settings.get("round"))
     except ValueError as error:

@@ -68,7 +68,6 @@ def published(settings: Settings) -> None:
 
 
 def _result(settings: Settings) -> ToolResult | None:
-    """The file or folder of --result."""
     from tokenmill.bench.results.reading import read_round
 
     if "result" not in settings:
@@ -79,7 +78,6 @@ def _result(settings: Settings) -> ToolResult | None:
 
 
 def _ours(settings: Settings, mine: ToolResult | None, entry: PublishedEntry) -> Ours | None:
-    """The result to place beside rows such as `entry`."""
     from tokenmill.bench.results.published_results import Ours, of_round
 
     gpus = settings.values.get("gpus")

@@ -158,13 +158,11 @@ class Rouge:
         return "\n".join(self.split(text.strip()))
 
     def score(self, answer: str, target: str) -> dict[str, float]:
-        """F-measures in percent of two texts with one sentence a line."""
         found = self.scorer.score(target, answer)
         return {name: 100 * score.fmeasure for name, score in found.items()}
 
 
 def load_rouge(preset: Preset) -> Rouge | None:
-    """What the benchmark's ROUGE scores need; None where it has none."""
     names = [name for name in preset.accuracy if name.startswith("rouge")]
     if not names:
         return None

@@ -31,8 +31,6 @@ RESULT_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedAnswer:
-    """What LoadGen logged of one answered query."""
-
     token_ids: list[int]
     first_token_ids: list[int]  # reported when they came; [] in Offline
     num_tokens: int  # reported at the end
@@ -47,7 +45,6 @@ class Verdict:
 
 
 def read_log(folder: Path) -> list[LoggedAnswer]:
-    """The answers that LoadGen logged during a compliance run."""
     entries = json.loads((folder / ACCURACY).read_text(encoding="utf-8"))
     if not entries:
         raise BenchError(f"{folder / ACCURACY}: LoadGen logged no answer")

@@ -132,8 +132,6 @@ def _check_files(disclosure: Disclosure, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPoint:
-    """What the files of one point are made of."""
-
     concurrency: int
     result: Fields
     warmup: Fields
@@ -141,7 +139,6 @@ class MeasuredPoint:
 
 
 def measured_point(run: Run, point: PointReport) -> MeasuredPoint:
-    """Of the records of a run that has ended."""
     concurrency = run.load.concurrency or 0
     slots = min(concurrency, len(run.warmup))
     return MeasuredPoint(
@@ -208,8 +205,6 @@ def warmup_of(records: Sequence[LoadRecord], slots: int) -> Fields:
 
 @dataclass(frozen=True, slots=True)
 class CampaignFacts:
-    """What the points of one curve have in common."""
-
     disclosure: Disclosure
     regions: Regions
     min_durations_s: Mapping[int, float]

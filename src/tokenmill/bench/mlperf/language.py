@@ -121,8 +121,6 @@ def _load_tokenizer(path: Path) -> Tokenizer:
 
 
 class EngineLanguage(LanguageTask):
-    """An engine of this process that answers the samples."""
-
     def __init__(self, settings: Settings, run: MlperfRun, mode: str, folder: Path) -> None:
         from tokenmill.models.checkpoints.weights import open_checkpoint
 
@@ -225,7 +223,6 @@ class EngineLanguage(LanguageTask):
         self._samples = [replace(sample, images=made[i][1]) for sample, i in both]
 
     def _build(self) -> BuiltEngine:
-        """An engine with room for all samples at once, warmed up."""
         samples = self._samples
         lengths = tuple((len(s.prompt_token_ids), s.sampling.max_tokens or 1) for s in samples)
         cell = Cell("mlperf", lengths)

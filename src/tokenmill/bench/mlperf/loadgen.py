@@ -177,7 +177,6 @@ def read_answers(folder: Path) -> dict[int, tuple[bytes, int]]:
 
 
 def token_ids(data: bytes) -> list[int]:
-    """The tokens of an answer that an engine gave."""
     tokens = array("i")
     tokens.frombytes(data)
     return tokens.tolist()

@@ -65,8 +65,6 @@ class LoadGenResult(msgspec.Struct, tag=True):
 
 
 class FailedTest(msgspec.Struct, tag=True):
-    """Why a test gave nothing."""
-
     reason: str
 
 

@@ -31,8 +31,6 @@ class TokenLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One benchmark of the round."""
-
     name: str
     key: str  # in mlperf.conf; "-interactive" is added for that scenario
     model: str  # the only one that a closed submission may run

@@ -102,8 +102,6 @@ class RankingTask(BenchmarkTask):
 
 
 class EngineRanking(RankingTask):
-    """An engine of this process that answers the samples."""
-
     def __init__(self, settings: Settings, run: MlperfRun, mode: str, folder: Path) -> None:
         model = load_model(settings)
         super().__init__(settings, run, mode, model.spec)
@@ -159,8 +157,6 @@ def rank_url(url: str) -> str:
 
 
 def body_of(task: Rank) -> bytes:
-    """The body of a call for one user."""
-
     def ids(values: bytes) -> str:
         return base64.b64encode(values).decode()
 

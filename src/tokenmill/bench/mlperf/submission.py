@@ -62,8 +62,6 @@ NO_ACCELERATOR = {
 
 @dataclass(frozen=True, slots=True)
 class SubmissionLayout:
-    """Where the parts of a submission are, below one folder."""
-
     root: Path
     division: str
     submitter: str

@@ -95,7 +95,6 @@ class BenchmarkTask(ABC):
         return {}
 
     def verify(self, folder: Path) -> Verdict:
-        """Whether the answers of a compliance run pass its test."""
         raise NotImplementedError
 
     def request(self, name: str, query: Query) -> Any:
@@ -192,8 +191,6 @@ class EngineUnderTest:
 
 @dataclass(slots=True)
 class QueryTally:
-    """What went wrong, by class: how often, and what the first one said."""
-
     errors: dict[str, Occurrence] = field(default_factory=dict)
     doubts: dict[str, Occurrence] = field(default_factory=dict)
     num_failed: int = 0

@@ -103,8 +103,6 @@ class VideoTask(BenchmarkTask):
 
 
 class EngineVideo(VideoTask):
-    """An engine of this process that makes the videos."""
-
     def __init__(self, settings: Settings, run: MlperfRun, mode: str, folder: Path) -> None:
         from tokenmill.video.pipeline import choose_device, open_pipeline
         from tokenmill.video.video_job import check_job

@@ -177,7 +177,6 @@ def _said(values: Sequence[float]) -> str:
 
 
 def ramp(count: int) -> list[str]:
-    """Colours from the first to the last of an ordered set."""
     return [BLUE] if count == 1 else [_mixed(index / (count - 1)) for index in range(count)]
 
 

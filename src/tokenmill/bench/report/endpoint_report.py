@@ -136,7 +136,6 @@ def _headline(points: Sequence[PointReport]) -> list[PageTile]:
 
 
 def _saturation_tiles(report: EndpointReport) -> list[PageTile]:
-    """The load that a search found."""
     search = report.saturation or report.search
     if not search or search.found is None:
         return []
@@ -208,7 +207,6 @@ def _by_class(points: Sequence[PointReport], key: OccurrenceName) -> list[str]:
 
 
 def _tiles(point: PointReport) -> list[PageTile]:
-    """The headline of one point."""
     ends = point.output_tok_s_ci95
     bounds = f"95 %: {short(ends[0])} to {short(ends[1])}" if ends else ""
     failed = point.num_failed

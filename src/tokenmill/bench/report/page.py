@@ -48,8 +48,6 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-a
 
 
 class PageTile(msgspec.Struct):
-    """One headline figure."""
-
     label: str
     value: str
     unit: str = ""
@@ -122,22 +120,16 @@ class Folded(PagePart):
 
 
 class Pairs(PagePart):
-    """Names and values."""
-
     values: dict[str, str]
 
 
 class Section(msgspec.Struct):
-    """A heading with what stands below it."""
-
     title: str
     blocks: Sequence[PagePart]
     intro: str = ""
 
 
 class ReportPage(msgspec.Struct):
-    """A whole report."""
-
     title: str
     kind: str  # of report, above the title
     chips: Sequence[str]

@@ -36,15 +36,12 @@ MAX_CURVES = 6  # in one chart of a sweep
 
 @dataclass(frozen=True, slots=True)
 class PointRecords:
-    """One point of the run: its summary and its records."""
-
     summary: PointReport
     records: Sequence[LoadRecord]
     stream: bool
 
     @property
     def whole(self) -> list[LoadRecord]:
-        """The requests that were answered."""
         return [record for record in self.records if record.error is None]
 
     def latencies(self) -> dict[str, list[float]]:
@@ -72,7 +69,6 @@ def distributions(point: PointRecords, *, curves: bool) -> Iterable[Chart]:
 
 
 def timelines(point: PointRecords) -> Iterable[Chart]:
-    """Throughput, requests in flight and TTFT over the run."""
     sent = [r for r in point.records if r.sent_ns]
     windows = Windows(
         min(r.sent_ns for r in sent), max(max(r.end_ns, r.last_ns, r.sent_ns + 1) for r in sent)
@@ -106,7 +102,6 @@ def _ttft_series(point: PointRecords, windows: Windows) -> list[ChartSeries]:
 
 
 def sweep_curves(points: Sequence[PointRecords]) -> Iterable[Chart]:
-    """The cumulative latencies of all points, a curve each."""
     curves = {point.summary.load: point.latencies() for point in _some(points)}
     for name in ("ttft", "tpot", "e2e"):
         groups = {load: found[name] for load, found in curves.items() if name in found}
@@ -153,7 +148,6 @@ def _user_label(point: PointReport, per_user: float) -> str:
 
 
 def _load_name(point: PointReport) -> str:
-    """The load in a word: 16, or 4/s."""
     if point.concurrency is not None:
         return str(point.concurrency)
     return f"{point.rate:g}/s" if point.rate else str(point.load)

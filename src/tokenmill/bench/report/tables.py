@@ -29,7 +29,6 @@ FEW = "*"  # beside a percentile of too few values
 
 
 def points_table(points: Sequence[PointReport]) -> list[list[str]]:
-    """A row per point."""
     columns: dict[str, Callable[[PointReport], str]] = {
         "load": lambda p: str(p.load),
         "answered": lambda p: f"{p.num_completed:,}",
@@ -74,7 +73,6 @@ def curve_table(points: Sequence[PointReport]) -> list[list[str]]:
 
 
 def label_of(key: str) -> str:
-    """The name of a latency, wherever one stands."""
     return LABELS[key.removesuffix("_ms")]
 
 
@@ -113,7 +111,6 @@ def cautions(points: Sequence[PointReport]) -> list[str]:
 
 
 def latency_table(point: PointReport) -> list[list[str]]:
-    """A row per latency of one point."""
     names = ("mean", "p50", "p90", "p99", "max")
     rows = [["latency (ms)", *names, "95 % of p50"]]
     coalesced = point.tokens_per_output > 1
@@ -162,7 +159,6 @@ def cell(value: float | None, digits: int = 2) -> str:
 
 
 def audit_line(points: Sequence[PointReport]) -> str:
-    """The client's part in one sentence."""
     audits = [point.audit for point in points]
     lag = max((a.lag_ms.get("p99", 0.0) for a in audits), default=0.0)
     cpu, stall = max(a.cpu_share for a in audits), max(a.max_stall_ms for a in audits)

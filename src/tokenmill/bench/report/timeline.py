@@ -22,8 +22,6 @@ NUM_WINDOWS = 60
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Equal parts of a span of time."""
-
     begin_ns: int
     end_ns: int
     count: int = NUM_WINDOWS
@@ -37,11 +35,9 @@ class Windows:
         return (self.end_ns - self.begin_ns) / self.count
 
     def index(self, at_ns: int) -> int:
-        """The window of a moment."""
         return min(max(int((at_ns - self.begin_ns) / self.width_ns), 0), self.count - 1)
 
     def edges_s(self) -> list[float]:
-        """Seconds after the start at which windows begin and end."""
         return [self.seconds * i / self.count for i in range(self.count + 1)]
 
 
@@ -86,7 +82,6 @@ def _parts(windows: Windows, begin: int, end: int) -> Iterator[tuple[int, float]
 def timeline(
     title: str, unit: str, windows: Windows, series: Sequence[ChartSeries], *, is_time: bool = False
 ) -> Chart:
-    """Series over the seconds of the run."""
     edges, write = windows.edges_s(), in_ms if is_time else short
     digits = max(0, 2 - math.floor(math.log10(max(windows.seconds, 1e-3))))
     known = [[v for v in one.values if v is not None] for one in series]

@@ -114,7 +114,6 @@ class MetricRow:
         return BETTER if low > 1 else WORSE if high < 1 else NOISE
 
     def report(self, threshold: float, confidence: float, decides: bool) -> RowReport:
-        """For the JSON line."""
         bounds = self.interval(confidence)
         return RowReport(
             metric=self.metric.name,

@@ -88,7 +88,6 @@ def interval(
 def interval_95(
     values: Sequence[float], percent: float | None = None, min_batch: int = 1
 ) -> tuple[float, float] | None:
-    """The bounds of `interval`."""
     found = interval(values, percent, min_batch)
     return (found.low, found.high) if found else None
 

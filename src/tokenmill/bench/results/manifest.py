@@ -38,7 +38,6 @@ HIDDEN = "(not recorded)"
 
 
 def utc_now() -> str:
-    """The time of day as manifests have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -91,7 +90,6 @@ def source_digest() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine that this process runs on."""
     return {
         "cpu": cpu_name(),
         "num_cores": os.cpu_count(),
@@ -102,7 +100,6 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The model of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -39,8 +39,6 @@ class GateReport(msgspec.Struct, omit_defaults=True):
 
 
 class PeakRun(msgspec.Struct):
-    """One rate that a search for the peak tried."""
-
     target_qps: float
     result: str
     reasons: list[str]

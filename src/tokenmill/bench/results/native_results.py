@@ -119,7 +119,6 @@ def _doubts(raw: PointReport) -> list[str]:
 
 
 def _prefix_hits(raw: PointReport) -> float | None:
-    """The share of prompt tokens, by whoever told it."""
     if (hits := raw.prefix_hits) and hits.share is not None:
         return hits.share
     server = raw.server

@@ -27,7 +27,6 @@ MISLABELED = ("v5.1", "llama3.1-8b", "Interactive")  # as Queries/s; the logs ha
 
 
 def read_table(path: Path = TABLE) -> list[PublishedEntry]:
-    """All rows of the shipped table."""
     with path.open(encoding="utf-8", newline="") as file:
         return [_entry(row) for row in csv.DictReader(file)]
 
@@ -46,7 +45,6 @@ def _entry(row: dict[str, str]) -> PublishedEntry:
 
 
 def overview(table: Iterable[PublishedEntry]) -> dict[str, dict[str, int]]:
-    """How many rows each benchmark has in each scenario."""
     found: dict[str, dict[str, int]] = {}
     for entry in table:
         scenarios = found.setdefault(entry.benchmark, {})

@@ -58,8 +58,6 @@ class GoodputReport(Report, kw_only=True):
 
 
 class PriceReport(Report, kw_only=True):
-    """What tokens cost."""
-
     gpus: int
     usd_per_gpu_hour: float
     output_tok_s_gpu: float
@@ -174,8 +172,6 @@ class PromptsReport(Report, kw_only=True):
 
 
 class MetricsSource(Report, kw_only=True):
-    """Where the server's metrics were read, and why there are none."""
-
     url: str
     fault: str | None
 
@@ -206,8 +202,6 @@ class SaturationReport(Report, kw_only=True):
 
 
 class SubmissionReport(Report, kw_only=True):
-    """Where a campaign's submission was written."""
-
     folder: str
     num_files: int
 
@@ -251,8 +245,6 @@ class Facts(Report, kw_only=True):
 
 
 class VerifyReport(Report, kw_only=True):
-    """Which files of a result folder are not as its manifest has them."""
-
     ok: bool
     num_files: int
     changed: list[str]
@@ -410,8 +402,6 @@ class PublishedEntry(Report, kw_only=True):
 
 
 class PlacedReport(Report, kw_only=True):
-    """Where a result stands among the published rows."""
-
     result: float
     accelerators: int | None
     per_accelerator: float | None
@@ -434,6 +424,5 @@ class PublishedReport(Report, kw_only=True):
 
 
 def as_json(report: msgspec.Struct) -> dict[str, Any]:
-    """What JSON has of a report."""
     found: dict[str, Any] = msgspec.to_builtins(report)
     return found

@@ -54,8 +54,6 @@ class ResultPoint:
 
 @dataclass(slots=True)
 class ToolResult:
-    """A result file or folder."""
-
     source: str
     tool: str
     points: list[ResultPoint]
