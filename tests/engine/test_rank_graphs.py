@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import tiny_images
 from cycle_grammar import ANY, add_cycle, follows
 from draft_heads import forgetful, save_head
 from driver import assert_same, complete
@@ -137,3 +138,25 @@ def test_tokens_whose_masks_come_late_reach_the_other_rank(
         two.close()
     pairs = list(zip(PROMPTS, expected, strict=True))[::2]
     assert all(follows(prompt, answer.token_ids) for prompt, answer in pairs)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2, "attention_dp": True}])
+def test_images_stand_in_the_graphs_of_two_ranks(
+    parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sends their features, or each rank encodes those of its own requests."""
+    folder = save(tame(make_model("qwen3-vl-moe", vocab_size=67), 0.3), tmp_path)
+    seen = [tiny_images.image(seed, (1, 6, 10)) for seed in (1, 2)]
+    asked = [tiny_images.prompt(i, 20, seen[i % 2], 9) for i in range(3)]
+    ids, images = [each.token_ids for each in asked], [each.images for each in asked]
+    one = build(folder)
+    expected = complete(one.engine, ids, GREEDY, images=images)
+    emulate_start(monkeypatch)
+    start_light_ranks(monkeypatch, "emulated_graphs")
+    two = build(folder, **parallel)
+    try:
+        assert_same(complete(two.engine, ids, GREEDY, images=images), expected)
+        graphs = two.runner.plain.graphs
+        assert graphs is not None and graphs.num_with_images > 0
+    finally:
+        two.close()
