@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from unittest import mock
 
 import msgspec
@@ -56,7 +56,7 @@ from tokenmill.engine.ranks import group as group
 from tokenmill.engine.ranks import rank_messages
 from tokenmill.engine.ranks.group import side_by_side
 from tokenmill.engine.ranks.leader import DataParallelEngine, LeadingEngine, OwnEngine
-from tokenmill.engine.ranks.rank_messages import Message, RankState
+from tokenmill.engine.ranks.rank_messages import RankMessage, RankState
 from tokenmill.engine.ranks.rebalance import Rebalancer
 from tokenmill.engine.ranks.shared_kv import GroupCalls, RankReader
 from tokenmill.engine.ranks.step_leader import SequenceCopies, StepFollower, pack_batch
@@ -68,7 +68,7 @@ from tokenmill.parallel import RANK_GONE, Ranks, all_or_none
 from tokenmill.routing.attention_dp import RankCaches
 from tokenmill.routing.router import Router
 from tokenmill.sched.sequence import PENDING, Batch, Item, Sequence, num_drafts
-from tokenmill.video import video_rank_process
+from tokenmill.video import video_messages, video_rank_process
 from tokenmill.workers.messages import ConnectKV, decode_to_worker, encode
 from tokenmill.workers.worker_process import KVSource
 
@@ -498,7 +498,7 @@ def test_what_is_no_message_of_a_rank_is_an_error_for_both_sides(data: bytes) ->
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_message_of_another_kind_is_an_error_with_optimized_python_too() -> None:
     with strange_rank() as (strangers, link):
-        rank_messages.send(rank_messages.StepVideo(), link)
+        rank_messages.send(video_messages.StepVideo(), link)
         with pytest.raises(RanksLostError, match="said StepVideo where NumBlocks was expected"):
             strangers.hear(rank_messages.NumBlocks)
         calls = GroupCalls(strangers)
@@ -506,16 +506,16 @@ def test_a_message_of_another_kind_is_an_error_with_optimized_python_too() -> No
         rank_messages.send(rank_messages.CallOver(99), link)
         with pytest.raises(RanksLostError, match="call 99, which is not open"):
             calls.over(call, wait=True)
-        rank_messages.send(rank_messages.StepVideo(), link)
+        rank_messages.send(video_messages.StepVideo(), link)
         with pytest.raises(RanksLostError, match="said StepVideo where CallOver was expected"):
             calls.over(call, wait=True)
     own = OwnEngine.__new__(OwnEngine)
     own.kv = None
     with pytest.raises(RanksLostError, match="said StepVideo where EngineRound was expected"):
-        own.answer(rank_messages.StepVideo())
+        own.answer(video_messages.StepVideo())
     follower = StepFollower.__new__(StepFollower)
     with pytest.raises(RanksLostError, match="rank 0 asks for StepVideo"):
-        follower.do(rank_messages.StepVideo())
+        follower.do(video_messages.StepVideo())
     reader = RankReader.__new__(RankReader)
     reader._connectors = {"shm": mock.Mock()}
     with pytest.raises(RanksLostError, match="says connect and not to whom"):
@@ -534,7 +534,7 @@ def test_nodes_without_routing_groups_are_said_to_do_nothing(
     assert "2 nodes: that number does not divide the 1 routing groups" in caplog.text
 
 
-def travelled(message: Message) -> Any:
+def travelled(message: RankMessage) -> Any:
     ours, theirs = Pipe()
     rank_messages.send(message, ours)
     return rank_messages.receive(theirs)
@@ -563,7 +563,7 @@ EVENTS = [Stored(2**64 - 1, [1, 2]), Stored(None, [3]), Removed([2]), Cleared()]
 STATS = EngineStats(num_finished={"stop": 2}, num_drafted=[3, 1], step_sums=[0.5])
 NOTICE = KVNotice("r", 2, [5, 6], 9, engine_id="e")
 VIDEO_JOB = Request("v", Video([1], VideoParams(size=(32, 16), latent="x.pt", seed=-3)))
-MESSAGES: list[Message] = [
+MESSAGES: list[RankMessage] = [
     rank_messages.CallOver(4, "not here"),
     rank_messages.RankCalls("here"),
     rank_messages.GroupPlace(1, 2, "gloo", "cpu", file="/store"),
@@ -597,21 +597,21 @@ MESSAGES: list[Message] = [
         KVTransferEvents([], ["r"], []),
         50,
     ),
-    rank_messages.VideoOrder(ModelConfig("wan"), True, VideoParallel(2, 4)),
-    rank_messages.SubmitVideo(VIDEO_JOB),
-    rank_messages.AbortVideo("v"),
-    rank_messages.StepVideo(),
-    rank_messages.VideoStepOver(1),
-    rank_messages.MeasureVideo(VIDEO_JOB, None),
+    video_messages.VideoOrder(ModelConfig("wan"), True, VideoParallel(2, 4)),
+    video_messages.SubmitVideo(VIDEO_JOB),
+    video_messages.AbortVideo("v"),
+    video_messages.StepVideo(),
+    video_messages.VideoStepOver(1),
+    video_messages.MeasureVideo(VIDEO_JOB, None),
 ]
 
 
 def test_every_message_between_ranks_is_tried() -> None:
-    assert {type(message) for message in MESSAGES} == set(get_args(Message))
+    assert {type(message) for message in MESSAGES} == set(RankMessage.__subclasses__())
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_between_ranks_is_what_it_was(message: Message) -> None:
+def test_a_message_between_ranks_is_what_it_was(message: RankMessage) -> None:
     assert travelled(message) == message
 
 

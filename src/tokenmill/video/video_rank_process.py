@@ -11,23 +11,19 @@ from typing import NoReturn
 
 from tokenmill.core.types import RanksLostError, TokenmillError
 from tokenmill.engine.ranks.group import Inbox, call, join
-from tokenmill.engine.ranks.rank_messages import (
+from tokenmill.engine.ranks.rank_messages import CallOver, GroupPlace, LoadFailed, arrived, send
+from tokenmill.parallel import RANK_GONE, all_or_none
+from tokenmill.video.measure import measure_video
+from tokenmill.video.pipeline import Pipeline, load_pipeline, open_pipeline
+from tokenmill.video.video_engine import VideoEngine
+from tokenmill.video.video_messages import (
     AbortVideo,
-    CallOver,
-    GroupPlace,
-    LoadFailed,
     MeasureVideo,
     StepVideo,
     SubmitVideo,
     VideoOrder,
     VideoStepOver,
-    arrived,
-    send,
 )
-from tokenmill.parallel import RANK_GONE, all_or_none
-from tokenmill.video.measure import measure_video
-from tokenmill.video.pipeline import Pipeline, load_pipeline, open_pipeline
-from tokenmill.video.video_engine import VideoEngine
 
 
 def main(address: str) -> None:

@@ -14,22 +14,21 @@ from tokenmill.core.requests import Engine, Request, RequestOutput
 from tokenmill.core.types import EngineStats, RanksLostError
 from tokenmill.core.video_parallel import VideoParallel, check_ranks
 from tokenmill.engine.ranks.group import RankGroup, check_gpus
-from tokenmill.engine.ranks.rank_messages import (
-    AbortVideo,
-    CallOver,
-    MeasureVideo,
-    StepVideo,
-    SubmitVideo,
-    VideoOrder,
-    VideoStepOver,
-    leaving,
-)
+from tokenmill.engine.ranks.rank_messages import CallOver, leaving
 from tokenmill.models.checkpoints.diffusers_folder import WanCheckpoint
 from tokenmill.models.checkpoints.weights import Progress
 from tokenmill.parallel import all_or_none
 from tokenmill.video.measure import Told, VideoTimes, measure_video
 from tokenmill.video.pipeline import Pipeline, choose_device, load_pipeline
 from tokenmill.video.video_engine import VideoEngine
+from tokenmill.video.video_messages import (
+    AbortVideo,
+    MeasureVideo,
+    StepVideo,
+    SubmitVideo,
+    VideoOrder,
+    VideoStepOver,
+)
 
 PROGRAM = "tokenmill.video.video_rank_process"
 

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cache, reduce
 from multiprocessing.connection import Connection
-from typing import Literal, TypeVar
+from operator import or_
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from tokenmill.core.config import ModelConfig, Setup
+from tokenmill.core.config import Setup
 from tokenmill.core.images import Grid
 from tokenmill.core.kv import KVAddress, KVNotice, KVTransferEvents
 from tokenmill.core.kv_events import PackedEvent
 from tokenmill.core.requests import Request, RequestOutput
 from tokenmill.core.types import EngineStats, GrammarVocab, RanksLostError
-from tokenmill.core.video_parallel import VideoParallel
 from tokenmill.kv.transfer import Run
 from tokenmill.parallel import Backend
 from tokenmill.routing.attention_dp import Outlook, RankLoad
 
 
 class RankMessage(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Its class's name, then its fields in their order."""
+    """Its class's name, then its fields in their order; each subclass is a kind of message."""
 
 
 class CallOver(RankMessage):
@@ -186,53 +187,7 @@ class RoundOver(RankMessage):
     kv_wait_ms: int | None = None  # how long a rank without work may sleep
 
 
-# Where ranks divide a video.
-
-
-class VideoOrder(RankMessage):
-    """What every rank is to load."""
-
-    model: ModelConfig
-    offload: bool
-    parallel: VideoParallel
-
-
-class SubmitVideo(RankMessage):
-    """A job that all ranks have, in the same order."""
-
-    request: Request
-
-
-class AbortVideo(RankMessage):
-    """A job that all ranks drop."""
-
-    request_id: str
-
-
-class StepVideo(RankMessage):
-    """One step of every rank."""
-
-
-class VideoStepOver(RankMessage):
-    """A rank has done a step; so many jobs have failed on it so far."""
-
-    num_failed: int
-
-
-class MeasureVideo(RankMessage):
-    """A video to be measured, or some of its steps."""
-
-    request: Request
-    num_steps: int | None
-
-
-Message = (
-    CallOver | RankCalls | GroupPlace | EngineOrder | NumBlocks | LoadFailed | KVReachable | KVCall
-    | OpenTiers | TierCall | StepBatch | LateTokens | CaptureGraphs | ShortPrompts | EngineRound
-    | RoundOver | VideoOrder | SubmitVideo | AbortVideo | StepVideo | VideoStepOver | MeasureVideo
-)  # fmt: skip
 Kind = TypeVar("Kind", bound=RankMessage)
-_decoder = msgspec.msgpack.Decoder(Message)
 _SAME_VERSION = "all ranks need the same version of tokenmill"
 
 
@@ -248,11 +203,17 @@ def receive(connection: Connection) -> RankMessage:
     when it sends anything else."""
     data = connection.recv_bytes()
     try:
-        message: RankMessage = _decoder.decode(data)
+        message: RankMessage = _decoder().decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         what = f"{data[:80]!r}, which is no message of this version ({type(error).__name__})"
         raise RanksLostError(f"a rank said {what}: {_SAME_VERSION}") from error
     return message
+
+
+@cache
+def _decoder() -> msgspec.msgpack.Decoder[Any]:
+    """Of all messages that modules of this process declare."""
+    return msgspec.msgpack.Decoder(reduce(or_, RankMessage.__subclasses__()))
 
 
 def expect(message: RankMessage, kind: type[Kind]) -> Kind:

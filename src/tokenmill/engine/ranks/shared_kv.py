@@ -31,7 +31,7 @@ from tokenmill.engine.ranks.rank_messages import (
     send,
 )
 from tokenmill.kv.connectors import KVLink
-from tokenmill.kv.transfer import KVTransfer, OwnConnector, Run, TransferError
+from tokenmill.kv.transfer import KVTransfer, OwnConnector, Read, Run, TransferError
 from tokenmill.sched.scheduler import Scheduler
 
 
@@ -98,10 +98,10 @@ class GroupCalls:
             del self._open[answer.number]
 
 
-class GroupRead:
-    """A read of all ranks."""
+class GroupWork:
+    """Something that all ranks do, as a Read, a PeerRead or what a disk does."""
 
-    def __init__(self, own: Future[None], others: PendingCall, calls: GroupCalls) -> None:
+    def __init__(self, own: Read, others: PendingCall, calls: GroupCalls) -> None:
         self._own, self._others, self._calls = own, others, calls
 
     def done(self) -> bool:
@@ -114,8 +114,14 @@ class GroupRead:
             return TransferError(self._others.error)
         return self._own.exception()
 
+    def result(self) -> bool:
+        """Whether this rank has read or written its part."""
+        assert isinstance(self._own, Future)
+        return bool(self._own.result())
+
     def add_done_callback(self, call: Callable[[Future[None]], object], /) -> None:
         """Call when this rank's part is here."""
+        assert isinstance(self._own, Future)
         self._own.add_done_callback(call)
 
 
@@ -142,10 +148,10 @@ class GroupConnector:
         self._own.disconnect(engine_id)
         self._calls.start_all(KVCall("disconnect", self.name, engine_id))
 
-    def read(self, engine_id: str, runs: list[Run]) -> GroupRead:
+    def read(self, engine_id: str, runs: list[Run]) -> GroupWork:
         """Start to read runs of blocks on every rank."""
         call = self._calls.start_all(KVCall("read", self.name, engine_id, runs=runs))
-        return GroupRead(self._own.read(engine_id, runs), call, self._calls)
+        return GroupWork(self._own.read(engine_id, runs), call, self._calls)
 
     def close(self) -> None:
         self._own.close()  # the other ranks' end with their processes

@@ -14,36 +14,16 @@ from hashlib import blake2b
 from tokenmill.core.kv import TierSizes
 from tokenmill.engine.model import KVCache
 from tokenmill.engine.ranks.rank_messages import OpenTiers, RankMessage, TierCall
-from tokenmill.engine.ranks.shared_kv import GroupCalls, PendingCall, RankAnswers
+from tokenmill.engine.ranks.shared_kv import GroupCalls, GroupWork, RankAnswers
 from tokenmill.kv.tiers.disk_tier import DiskTier
 from tokenmill.kv.tiers.host_tier import Slots
 from tokenmill.kv.tiers.offloading import DiskUse, use_disk
 from tokenmill.kv.tiers.page_copies import PageCopies, open_copies, tensors_of
-from tokenmill.kv.transfer import Read, TransferError
+from tokenmill.kv.transfer import Read
 from tokenmill.parallel import Layout
 
 _POLL_S = 2e-4
 _NUM_THREADS = 4  # of the disk, and of loads that are waited for
-
-
-class GroupWork:
-    """What all ranks do with some pages; as a Read, or as the result of a disk's action."""
-
-    def __init__(self, own: Read, others: PendingCall, calls: GroupCalls) -> None:
-        self._own, self._others, self._calls = own, others, calls
-
-    def done(self) -> bool:
-        return self._calls.over(self._others) and self._own.done()
-
-    def exception(self) -> BaseException | None:
-        """Why a rank could not do its part, once done."""
-        if self._others.error is not None:
-            return TransferError(self._others.error)
-        return self._own.exception()
-
-    def result(self) -> bool:
-        """Whether this rank has read or written its part."""
-        return not isinstance(self._own, Future) or bool(self._own.result())
 
 
 class GroupCopies:
