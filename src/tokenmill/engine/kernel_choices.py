@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
 
-WAIT_S = 300.0  # for another engine that captures its graphs
+WAIT_S = 120.0  # for another engine that captures its graphs, which takes 30 s by default
 POLL_S = 0.2
 
 _log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ def opened(
         yield file
     finally:
         if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
             lock.close()
 
 
