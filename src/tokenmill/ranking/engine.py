@@ -22,7 +22,7 @@ from tokenmill.core.types import (
 from tokenmill.models.hstu import RankBatch
 from tokenmill.ranking.batch import make_batch
 from tokenmill.ranking.model import PendingScores, RankingModel
-from tokenmill.ranking.policy import BatchLimits, RankQueue, StepMeter, Waiting
+from tokenmill.ranking.policy import BatchLimits, BatchRate, RankQueue, Waiting
 from tokenmill.ranking.rank_figures import RankFigures
 from tokenmill.ranking.requests import RankRequest, best_of, check_request, request_of
 
@@ -75,7 +75,7 @@ class RankingEngine:
         first = requests[0]
         few = [_first_candidates(first, count) for count in FEW_CANDIDATES]
         for batch in (*([request] for request in few), *[requests] * _WARM_UPS):
-            self.queue.meter = StepMeter()
+            self.queue.meter = BatchRate()
             for request in batch:
                 self.submit(request.asked())
             while self.has_work():

@@ -36,7 +36,7 @@ class BatchLimits:
 
 
 @dataclass(slots=True)
-class StepMeter:
+class BatchRate:
     """Nanoseconds per FLOP of past steps, a running mean; 0 before the first."""
 
     ns_per_flop: float = 0.0
@@ -63,7 +63,7 @@ class RankQueue:
     """First come, first served, bounded; who cannot answer in time any more is not run."""
 
     def __init__(self, spec: HstuSpec, limits: BatchLimits) -> None:
-        self.spec, self.limits, self.meter = spec, limits, StepMeter()
+        self.spec, self.limits, self.meter = spec, limits, BatchRate()
         self._waiting: deque[Waiting] = deque()
         self._ids: set[str] = set()
 

@@ -98,7 +98,7 @@ class TableFolder:
             os.ftruncate(self._log, start)  # half a record would hide those after it
             raise
 
-    def begin_checkpoint(self) -> Checkpoint:
+    def begin_checkpoint(self) -> TableCheckpoint:
         """Start a new log; the caller sees to it that no update is under way."""
         before = self._log
         self._number += 1
@@ -108,7 +108,7 @@ class TableFolder:
             self._number -= 1
             raise
         os.close(before)
-        return Checkpoint(self.path, self.spec, self._number)
+        return TableCheckpoint(self.path, self.spec, self._number)
 
     def tell_owner(self, where: dict[str, int]) -> None:
         """Let other processes read where the table lies in memory."""
@@ -134,7 +134,7 @@ class TableFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TableCheckpoint:
     """A checkpoint that has its log, and no rows yet."""
 
     path: Path
