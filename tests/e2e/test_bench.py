@@ -18,6 +18,7 @@ from tokenmill.__main__ import run
 from tokenmill.bench.commands import ladder
 from tokenmill.bench.commands.throughput import num_blocks
 from tokenmill.bench.workload import Cell
+from tokenmill.settings import by_key
 
 SIZES = {"vocab_size": 422, "hidden_size": 64, "intermediate_size": 96}
 LENGTHS = [(30, 5), (7, 2), (40, 9)]
@@ -170,7 +171,7 @@ def test_errors_come_before_any_work(
 
 
 def test_the_ladder_offers_nothing_that_a_rung_sets() -> None:
-    offered = {setting.key for group in ladder.PANELS.values() for setting in group}
+    offered = set(by_key(*ladder.PANELS.values()))
     assert not offered & ladder.CHANGED
     assert {"model", "lengths", "num-prompts", "gpu-price", "plot", "rungs"} <= offered
 
