@@ -158,7 +158,8 @@ def _add_value(family: Any, labels: list[str], value: Any) -> None:
         case Histogram():
             family.add_metric(labels, value.cumulative(), value.total)
         case Mapping():
-            for key, count in sorted(value.items()):
+            ordered = sorted(value.items()) if isinstance(value, Counter) else value.items()
+            for key, count in ordered:
                 family.add_metric([*labels, *_labels(key)], float(count))
         case _:
             family.add_metric(labels, float(value))
