@@ -41,6 +41,18 @@ def test_token_ids_are_prompts_too(llm: LLM) -> None:
         assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == by_text
 
 
+def test_prompts_without_parameters_get_the_defaults_of_the_model(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
+    monkeypatch.setattr(llm, "_defaults", {"temperature": 0})
+    (first,), (again,) = (llm.generate("The capital of France is") for _ in range(2))
+    assert first.outputs[0].text == again.outputs[0].text
+    assert first.outputs[0].text.startswith(text(llm, "The capital of France is", GREEDY))
+    with pytest.raises(InvalidRequestError, match="generation_config must be one of auto, none"):
+        LLM("smollm2", generation_config="non")
+
+
 def test_n_siblings_of_a_seed_differ_and_repeat(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=10)
     (one,), (again,) = (llm.generate("Once upon a time", params) for _ in range(2))

@@ -69,7 +69,8 @@ class AsyncLLM:
 
         def submit() -> None:
             try:
-                owner = self._llm.submit(prompt, sampling_params or SamplingParams(), priority)
+                params = sampling_params or self._llm.get_default_sampling_params()
+                owner = self._llm.submit(prompt, params, priority)
             except Exception as error:
                 tell(error)
                 return

@@ -40,6 +40,7 @@ from tokenmill.text.output_style import resolve_style
 from tokenmill.text.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
+_COMPUTE_TYPES = ("auto", "fp32", "int8", "bf16", "fp8")
 MAX_CHOICES = 128  # of one prompt: their seeds follow each other
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt_token_ids": [...]}
@@ -101,6 +102,7 @@ class LLM:
         num_threads: int | None = None,
         draft: str | None = None,
         chat_template: str | None = None,
+        generation_config: str = "auto",
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -121,8 +123,8 @@ class LLM:
         others = as_fields(vllm)
         config = ModelConfig(
             model=str(resolve(model)),
-            dtype=_compute_type(DTYPES.get(dtype, dtype)),
-            device=_device(device),
+            dtype=_one_of("dtype", DTYPES.get(dtype, dtype), *_COMPUTE_TYPES),
+            device=_one_of("device", device, "auto", "cpu", "cuda"),
             random_weights=random_weights,
             max_model_len=max_model_len,
             num_threads=num_threads,
@@ -154,6 +156,8 @@ class LLM:
         self.engine = self.built.engine
         self._style = resolve_style(self.tokenizer, "auto", "auto")
         self._seed = seed
+        wanted = _one_of("generation_config", generation_config, "auto", "none", "vllm")
+        self._defaults = self.tokenizer.sampling_defaults(wanted)
         self._ids, self._noted_budget = itertools.count(), False
         self._streams: dict[str, _Stream] = {}
 
@@ -185,7 +189,8 @@ class LLM:
         priority: Sequence[int] | None,
         continues: bool,
     ) -> list[GenerationOutput]:
-        params = _per_prompt(sampling_params, len(batch))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _per_prompt(given, len(batch))
         priorities = priority if priority is not None else [0] * len(batch)
         tokenized = [self._tokenize(prompt) for prompt in batch]
         for (_, token_ids), sampling in zip(tokenized, params, strict=True):
@@ -222,6 +227,10 @@ class LLM:
         Both also happen when this process ends.
         """
         self.built.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What prompts without parameters get: of a model's generation_config.json."""
+        return SamplingParams(**self._defaults)  # type: ignore[arg-type]
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -393,22 +402,10 @@ def _override(config: C, **named: Any) -> C:
     return replace(config, **{key: value for key, value in named.items() if value is not None})
 
 
-def _compute_type(dtype: str) -> Any:
-    known = ("auto", "fp32", "int8", "bf16", "fp8")
-    if dtype not in known:
-        raise InvalidRequestError(
-            f"dtype must be one of {', '.join(known)}, got {dtype!r}", "dtype"
-        )
-    return dtype
-
-
-def _device(device: str) -> Any:
-    known = ("auto", "cpu", "cuda")
-    if device not in known:
-        raise InvalidRequestError(
-            f"device must be one of {', '.join(known)}, got {device!r}", "device"
-        )
-    return device
+def _one_of(name: str, value: str, *known: str) -> Any:
+    if value not in known:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(known)}, got {value!r}", name)
+    return value
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -421,10 +418,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise InvalidRequestError(
             f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"

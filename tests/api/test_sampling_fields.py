@@ -62,6 +62,22 @@ def test_a_call_sets_it(name: str) -> None:
     assert again == job.requests[0].task.sampling
 
 
+def test_the_model_says_what_a_call_leaves_out() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer._sampling_defaults = {"temperature": 0.6, "top_k": 20}
+    facts = ModelFacts(64, tokenizer.vocab_size, 8, 16, "none")
+
+    def sampling(generation_config: Any, **given: Any) -> SamplingParams:
+        call = msgspec.convert({"prompt": "a", "max_tokens": 4, **given}, CompletionRequest)
+        config = ServerConfig(generation_config=generation_config)
+        job = asyncio.run(Preparer(tokenizer, lambda: facts, config).completion(call))
+        return job.requests[0].task.sampling
+
+    assert sampling("auto") == SamplingParams(max_tokens=4, temperature=0.6, top_k=20)
+    assert sampling("auto", temperature=0) == SamplingParams(max_tokens=4, temperature=0, top_k=20)
+    assert sampling("none") == SamplingParams(max_tokens=4)
+
+
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLING_FIELDS if s.metadata["bounds"]], ids=lambda s: s.name
 )

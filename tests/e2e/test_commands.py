@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,30 @@ def server(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
                     assert next(process.stderr) == f"dashboard: {match[1]}/dashboard\n"
                     yield process, match[1]
                     break
+        finally:
+            process.kill()
+
+
+def test_serve_shows_the_defaults_of_generation_config(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 9}')
+    command = [sys.executable, "-m", "tokenmill", "serve", str(folder), "--port", "0", *ENGINE]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            found = (re.search(r"is served at (\S+)/v1", line) for line in process.stderr)
+            url = next(match[1] for match in found if match)
+            next(process.stderr)
+            assert "temperature 0.5, top_k 9 where calls say nothing" in next(process.stderr)
+            with urllib.request.urlopen(f"{url}/v1/models") as answer:
+                (card,) = json.load(answer)["data"]
+            assert card["default_sampling_params"] == {"temperature": 0.5, "top_k": 9}
+            body = json.dumps({"input": "a", "max_output_tokens": 1}).encode()
+            asked = urllib.request.Request(f"{url}/v1/responses", body)
+            asked.add_header("content-type", "application/json")
+            with urllib.request.urlopen(asked) as answer:
+                assert json.load(answer)["temperature"] == 0.5
         finally:
             process.kill()
 

@@ -263,6 +263,27 @@ class TestFolder:
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
         assert load_tokenizer(tmp_path).eos_token_ids == (2, 0)
 
+    def test_sampling_defaults_are_those_of_generation_config(
+        self, chat_folder: Path, tmp_path: Path
+    ) -> None:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((chat_folder / name).read_bytes())
+        assert load_tokenizer(tmp_path).sampling_defaults() == {}
+        file = tmp_path / "generation_config.json"
+        file.write_text('{"temperature": 0.6, "top_k": 20, "top_p": null, "do_sample": true}')
+        ours = load_tokenizer(tmp_path)
+        assert ours.sampling_defaults() == {"temperature": 0.6, "top_k": 20}
+        assert ours.sampling_defaults("none") == {}
+        for wrong, named in (
+            ('{"top_p": "x"}', "top_p: expected a number, got 'x'"),
+            ('{"top_k": 1.5}', "top_k: expected a number"),
+            ('{"temperature": true}', "temperature: expected a number"),
+            ('{"min_p": 2}', "min_p must be"),
+        ):
+            file.write_text(wrong)
+            with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {named}"):
+                load_tokenizer(tmp_path)
+
     def test_missing_and_broken_files_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=r"tokenizer\.json: not found"):
             load_tokenizer(tmp_path)

@@ -215,6 +215,7 @@ async def _tokenize(call: TokenizeRequest, preparer: Preparer) -> TokenizeAnswer
 def _add_models(app: FastAPI, state: ApiState) -> None:
     guard = caller(state.keys)
     created = int(time.time())
+    defaults = state.tokenizer.sampling_defaults(state.keys.config.generation_config)
 
     def card() -> ModelCard:
         return ModelCard(
@@ -222,6 +223,7 @@ def _add_models(app: FastAPI, state: ApiState) -> None:
             created=created,
             root=state.model,
             max_model_len=state.facts().max_model_len,
+            default_sampling_params=defaults,
         )
 
     @MODELS.on(app, guard)

@@ -243,6 +243,8 @@ def _format(
     """Writes the answer, and has it stored unless the call says not to."""
     call, job = read.call, read.job
     response = new_response(call, job.job_id, job.created, state.model)
+    sampling = job.requests[0].task.sampling
+    response.temperature, response.top_p = sampling.temperature, sampling.top_p
 
     def on_end(ended: ResponseObject) -> None:
         if call.store is not False:

@@ -194,6 +194,11 @@ def serve(settings: Settings) -> None:
             f"is served at {url}/v1; {url}/docs describes it"
         )
         logging.getLogger(__name__).info(f"dashboard: {url}/dashboard")
+        if defaults := tokenizer.sampling_defaults(config.generation_config):
+            told = ", ".join(f"{key} {value}" for key, value in defaults.items())
+            logging.getLogger(__name__).info(
+                f"generation_config.json: {told} where calls say nothing (--generation-config)"
+            )
         if config.api_keys or config.api_key_file:
             whose = "shared by all keys" if config.share_prefix_cache else "apart for each key"
             logging.getLogger(__name__).info(f"cached prefixes are {whose} (--share-prefix-cache)")

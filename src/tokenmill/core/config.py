@@ -437,6 +437,11 @@ class ServerConfig:
         "auto", "How the model marks its thinking."
     )
     chat_template: str | None = setting(None, "Jinja file that replaces the model's template.")
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "Whether generation_config.json says temperature, top_p, top_k, min_p and "
+        "repetition_penalty of calls that leave them out; none: it does not.",
+    )
     template_date: str | None = setting(
         None, "Date (YYYY-MM-DD) that chat templates write instead of today's."
     )

@@ -123,7 +123,7 @@ ROWS = (
     VllmName("cpu_offload_gb", instead=f"weights stay on the device; for KV {_OFFLOAD}"),
     VllmName("kv_transfer_config", instead="use --prefill and --decode"),
     VllmName("distributed_executor_backend", instead="use --placement process or ray"),
-    VllmName("generation_config", instead=_CALLS, harmless=("vllm",)),
+    VllmName("generation_config", "generation-config", values={"vllm": "none"}),
     VllmName("override_generation_config", instead=_CALLS),
     VllmName("hf_overrides", instead="change config.json in a copy of the model's folder"),
     VllmName("enable_lora", switch=True, instead="merge adapters into the weights beforehand"),

@@ -12,13 +12,20 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from tokenmill.core.types import GrammarVocab, InvalidRequestError, ModelLoadError
+from tokenmill.core.types import (
+    GrammarVocab,
+    InvalidRequestError,
+    ModelLoadError,
+    SamplingParams,
+)
 from tokenmill.text.chat_template import ChatTemplate, Message, check_unicode, load_source
 from tokenmill.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 Piece = str | bytes | None  # text, a fragment of UTF-8, or nothing
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_GENERATION_FILE = "generation_config.json"
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -75,8 +82,10 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         chat_templates: dict[str, ChatTemplate],
         origin: TokenizerOrigin | None = None,
+        sampling_defaults: dict[str, float] | None = None,
     ) -> None:
         self.origin = origin
+        self._sampling_defaults = sampling_defaults or {}
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -100,6 +109,10 @@ class Tokenizer:
         """The source of the default chat template."""
         template = self._chat_templates.get("default")
         return template.source if template else None
+
+    def sampling_defaults(self, generation_config: str = "auto") -> dict[str, float]:
+        """The model's own, by its generation_config.json, of calls that leave them out."""
+        return self._sampling_defaults if generation_config == "auto" else {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it count as such."""
@@ -246,6 +259,7 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
         eos_token_ids=eos,
         chat_templates=templates,
         origin=TokenizerOrigin(path, chat_template),
+        sampling_defaults=_sampling_defaults(path / _GENERATION_FILE),
     )
 
 
@@ -350,12 +364,25 @@ def _eos_token_ids(
 ) -> tuple[int, ...]:
     """The tokenizer's end token and those of generation_config.json, else of config.json."""
     found = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
-    for name in ("generation_config.json", "config.json"):
+    for name in (_GENERATION_FILE, "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
         if ids is not None:
             found += ids if isinstance(ids, list) else [ids]
             break
     return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
+
+
+def _sampling_defaults(file: Path) -> dict[str, float]:
+    config = _read_json(file)
+    given = {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
+    for name, value in given.items():
+        if type(value) is not int and (type(value) is not float or name == "top_k"):
+            raise ModelLoadError(f"{file}: {name}: expected a number, got {value!r}")
+    try:
+        SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{file}: {error}") from None
+    return given
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -188,6 +188,7 @@ class ModelCard(AnswerSchema, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    default_sampling_params: dict[str, float] = {}  # by generation_config.json
 
 
 class ModelList(AnswerSchema, kw_only=True):

@@ -122,6 +122,7 @@ class Preparer:
         self._images = images  # None: the model takes text only
         self._facts_now = facts
         self._config = config
+        self._defaults = tokenizer.sampling_defaults(config.generation_config)
         self._style = resolve_style(tokenizer, config.tool_parser, config.reasoning_parser)
         if config.max_thinking_tokens is not None and not self._style.reasons:
             _log.info("this model does not reason: --max-thinking-tokens has no effect")
@@ -442,7 +443,8 @@ class Preparer:
     ) -> SamplingParams:
         """The engine's sampling parameters; a field the caller left out keeps its default."""
         values = {spec.name: getattr(call, spec.name) for spec in SAMPLING_FIELDS}
-        given = {name: value for name, value in values.items() if value is not None}
+        left_in = {name: value for name, value in values.items() if value is not None}
+        given: dict[str, Any] = {**self._defaults, **left_in}
         self._check_tokens(call.stop_token_ids or [], "stop_token_ids")
         if (detection := call.repetition_detection) is not None:
             options = msgspec.to_builtins(detection)
