@@ -103,6 +103,22 @@ def test_the_parser_follows_the_template_and_the_setting() -> None:
         plan(call(), LLAMA_TEMPLATE, "auto")
 
 
+def test_tools_take_the_template_that_is_named_for_them() -> None:
+    known, source = make_tokenizer(), '{{ tools | length }} tools, "arguments": <tool_call>'
+    sources = {"default": PLAIN_TEMPLATE, "tool_use": source}
+    templates = {name: ChatTemplate(text, "test") for name, text in sources.items()}
+    tokenizer = Tokenizer(
+        known._backend, named_tokens={}, eos_token_ids=known.eos_token_ids, chat_templates=templates
+    )
+    facts = ModelFacts(4096, tokenizer.vocab_size, 1, 16, "none")
+    preparer = Preparer(tokenizer, lambda: facts, ServerConfig())
+    (answered,) = asyncio.run(preparer.chat(call())).prompts
+    assert answered.text == '1 tools, "arguments": <tool_call>'
+    (answered,) = asyncio.run(preparer.chat(call(tools=None))).prompts
+    assert answered.text == "[user]hi"
+    assert resolve_style(tokenizer, "auto", "auto").tools == "hermes"
+
+
 def test_tools_reach_a_template_without_a_place_for_them() -> None:
     known = make_tokenizer()
     tokenizer = Tokenizer(

@@ -71,7 +71,8 @@ def resolve_style(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str)
         return OutputStyle(harmony=harmony)
     tools: str | None = tool_parser
     if tool_parser == "auto":
-        tools = detect_tool_parser(template) if knows_tools(template) else "hermes"
+        with_tools = tokenizer.tools_template
+        tools = detect_tool_parser(with_tools) if knows_tools(with_tools) else "hermes"
     thinks = reasoning_parser == "think"
     if reasoning_parser == "auto":
         thinks = detect_reasoning(template) == "think"

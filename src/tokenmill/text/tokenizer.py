@@ -114,6 +114,12 @@ class Tokenizer:
         """The model's own, by its generation_config.json, of calls that leave them out."""
         return self._sampling_defaults if generation_config == "auto" else {}
 
+    @property
+    def tools_template(self) -> str | None:
+        """The source of the template of chats with tools."""
+        template = self._chat_templates.get("tool_use")
+        return template.source if template else self.chat_template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it count as such."""
         return self.encode_batch([text], add_special_tokens)[0]

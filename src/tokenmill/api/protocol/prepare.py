@@ -357,9 +357,10 @@ class Preparer:
         for message in conversation:
             _drop_without_effect(message)
             mark_images(message)
+        own = self.tokenizer.tools_template if tools else self.tokenizer.chat_template
         if self._style.harmony is not None:
             conversation = one_call_per_message(conversation)
-        elif not knows_tools(template.source if template else self.tokenizer.chat_template):
+        elif not knows_tools(template.source if template else own):
             conversation, tools = write_tools(conversation, tools), []
         date = self._config.template_date
         return self.tokenizer.apply_chat_template(
