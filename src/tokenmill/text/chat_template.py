@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +21,11 @@ from tokenmill.core.types import InvalidRequestError, ModelLoadError
 Message = dict[str, Any]
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_ID_FIELDS = ("id", "tool_call_id")
 _PART_TEXT = {"text": "text", "refusal": "refusal"}  # content part type -> field with its text
-_TESTS_FOR_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none", re.IGNORECASE)
+_TESTS_FOR_NULL = re.compile(r"(?<!reasoning_)content\W{0,3}\s+is\s+(not\s+)?none", re.IGNORECASE)
 _TESTS_FOR_STRING = re.compile(r"\bis\s+(not\s+)?string\b")
+_WANTS_NINE = re.compile(r"id\s*\|\s*length\)?\s*[!=]=\s*9\b")  # Mistral's, of calls
 _LOOPS_OVER_PARTS = re.compile(r"\bin\s+\w+(\.content\b|\[['\"]content['\"]\])")
 _CONTINUE_MARK = "tokenmill-continues-here "  # a template that trims takes the final space
 
@@ -37,6 +40,7 @@ class ChatTemplate:
             raise ModelLoadError(f"{origin}: not a usable chat template ({error})") from None
         self.source = source
         self._keeps_null_content = _TESTS_FOR_NULL.search(source) is not None
+        self._short_ids = _WANTS_NINE.search(source) is not None
         self._wants_parts = (
             _LOOPS_OVER_PARTS.search(source) is not None
             and _TESTS_FOR_STRING.search(source) is None
@@ -61,9 +65,11 @@ class ChatTemplate:
         try:
             text = self._template.render(messages=messages, **variables)
         except Exception as error:  # the template is the model's code: it may raise anything
-            as_objects = _with_objects(messages)
-            if as_objects != messages:  # it goes through the arguments of a call that was cut
-                return self._render(as_objects, variables)
+            filled = _filled(messages)
+            if (
+                filled != messages
+            ):  # it goes through a null, or the arguments of a call that was cut
+                return self._render(filled, variables)
             raise _failed(error) from (None if isinstance(error, jinja2.TemplateError) else error)
         check_unicode(text, "messages")
         return text
@@ -97,6 +103,9 @@ class ChatTemplate:
             prepared["role"] = "system"
         if calls := prepared.get("tool_calls"):
             prepared["tool_calls"] = [_prepare_call(call) for call in calls]
+        if self._short_ids:
+            for owner in (*prepared.get("tool_calls", ()), prepared):
+                owner.update({key: _nine(str(owner[key])) for key in _ID_FIELDS if key in owner})
         reasoning = next((prepared[key] for key in _REASONING_FIELDS if key in prepared), None)
         if reasoning is not None:
             prepared = {"thinking": reasoning, **prepared, "reasoning_content": reasoning}
@@ -188,14 +197,22 @@ def _arguments_of(text: str) -> dict[str, Any] | CutArguments:
     return value if isinstance(value, dict) else CutArguments(text)
 
 
-def _with_objects(messages: list[Message]) -> list[Message]:
-    """The messages with every cut call's text as the one argument of an object."""
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
+def _nine(call_id: str) -> str:
+    """Nine letters and digits for an id, the same for the same."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return blake2b(call_id.encode(errors="replace"), digest_size=8).hexdigest()[:9]
+
+
+def _filled(messages: list[Message]) -> list[Message]:
+    """The messages without null, every cut call's text as the one argument of an object."""
+    filled = []
+    for message in messages:
+        content = "" if message["content"] is None else message["content"]
+        filled.append(message | {"content": content})
+        if calls := message.get("tool_calls"):
+            filled[-1]["tool_calls"] = [_with_object(call) for call in calls]
+    return filled
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

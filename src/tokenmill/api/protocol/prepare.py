@@ -38,7 +38,7 @@ from tokenmill.api.protocol.requests import (
     TokenizeRequest,
 )
 from tokenmill.api.protocol.structured import structured_output
-from tokenmill.api.protocol.tools import ToolUse, plan_tool_use, write_tools
+from tokenmill.api.protocol.tools import ToolUse, join_turns, plan_tool_use, write_tools
 from tokenmill.core.config import ServerConfig
 from tokenmill.core.requests import Generate, Request
 from tokenmill.core.types import (
@@ -357,20 +357,33 @@ class Preparer:
         for message in conversation:
             _drop_without_effect(message)
             mark_images(message)
+        joined = None
         own = self.tokenizer.tools_template if tools else self.tokenizer.chat_template
         if self._style.harmony is not None:
             conversation = one_call_per_message(conversation)
         elif not knows_tools(template.source if template else own):
-            conversation, tools = write_tools(conversation, tools), []
+            written = write_tools(conversation, tools)
+            if written != conversation and self._images is None:
+                joined = join_turns(written)
+            conversation, tools = written, []
         date = self._config.template_date
-        return self.tokenizer.apply_chat_template(
-            conversation,
-            tools=tools or None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=bool(continue_final_message),
-            template=template,
-            **({} if date is None else {"current_date": date}) | (kwargs or {}),
-        )
+
+        def apply(messages: list[dict[str, Any]]) -> str:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=bool(continue_final_message),
+                template=template,
+                **({} if date is None else {"current_date": date}) | (kwargs or {}),
+            )
+
+        try:
+            return apply(conversation)
+        except InvalidRequestError:
+            if joined is None:
+                raise
+            return apply(joined)
 
     def _template_kwargs(self, call: ChatCompletionRequest) -> dict[str, Any]:
         """The template's variables; what the template does not read is told as ignored."""

@@ -266,6 +266,19 @@ def write_tools(messages: list[Message], definitions: list[dict[str, Any]]) -> l
     return [{"role": "system", "content": system}, *written]
 
 
+def join_turns(messages: list[Message]) -> list[Message]:
+    """The system text in the user's, neighbours of one role in one, as Gemma's templates want."""
+    joined: list[Message] = []
+    for message in messages:
+        role = "user" if message["role"] == "system" else message["role"]
+        text = _text(message["content"])
+        if joined and joined[-1]["role"] == role:
+            joined[-1]["content"] += f"\n\n{text}"
+        else:
+            joined.append({**message, "role": role, "content": text})
+    return joined
+
+
 def _write_message(message: Message) -> Message:
     content = _text(message.get("content"))
     if message["role"] == "tool":
