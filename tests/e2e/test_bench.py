@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.scripted_server import scripted_server
@@ -17,6 +18,7 @@ from tiny_configs import write_config
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import ladder
 from tokenmill.bench.commands.throughput import num_blocks
+from tokenmill.bench.results.reports import CellReport
 from tokenmill.bench.workload import Cell
 from tokenmill.settings import by_key
 
@@ -183,10 +185,17 @@ def test_memory_of_the_cache() -> None:
     assert num_blocks([cell], 16, max_num_seqs=2) == 2 * (4 + 10)
 
 
+def ladder_figures() -> CellReport:
+    counts = {name: 1 for name in ("num_prompts", "num_input_tokens", "num_output_tokens")}
+    rates = {"tok_s": 10.0, "tok_s_runs": [10.0], "output_tok_s": 10.0, "total_tok_s": 10.0}
+    roof = {"ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0.0, "mbu": 0.0}
+    return msgspec.convert(counts | rates | roof, CellReport)
+
+
 def test_ctrl_c_reports_the_rungs_that_ran(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = {"tok_s": 10.0, "ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0, "mbu": 0}
+    figures = ladder_figures()
 
     def attempt(rung: ladder.LadderRung, *_: Any) -> ladder.RungAttempt:
         if rung.key == "overlap":
@@ -203,7 +212,7 @@ def test_ctrl_c_reports_the_rungs_that_ran(
 def test_a_full_disk_costs_the_plot_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    figures = {"tok_s": 10.0, "ceiling_tok_s": 40.0, "share_of_ceiling": 0.25, "mfu": 0, "mbu": 0}
+    figures = ladder_figures()
     monkeypatch.setattr(ladder, "_attempt", lambda rung, *_: ladder.RungAttempt(rung, figures))
     (tmp_path / "full.html").symlink_to("/dev/full")
     flags = ("--device", "cpu", "--plot", str(tmp_path / "full.html"))

@@ -41,7 +41,7 @@ def measure_machine(spec: LinearShape, num_threads: int, device: str) -> PeakRat
 
 
 def _software() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if triton := package_version("triton"):
         versions["triton"] = triton
     if torch.version.cuda:
