@@ -11,7 +11,7 @@ import pytest
 
 from bench.sample_runs import mlperf_run
 from tokenmill import demo
-from tokenmill.bench.results.mlperf_reports import as_json
+from tokenmill.bench.results.reports import as_json
 
 
 @pytest.mark.parametrize(
