@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.results.test_comparison import write_result
+from bench.sample_rounds import write_result
 from bench.sample_runs import endpoint_run, mlperf_run
 from tokenmill import console
 from tokenmill.__main__ import run

@@ -34,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of a command line."""
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
@@ -68,7 +67,6 @@ def _whole_app() -> typer.Typer:
 
 
 def describe(error: Exception) -> str:
-    """One sentence about what went wrong."""
     if hasattr(error, "format_message"):  # typer's own errors: unknown flag, missing argument
         return str(error.format_message())
     if isinstance(error, TokenmillError):

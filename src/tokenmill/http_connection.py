@@ -188,7 +188,6 @@ class ConnectionPool(Generic[C]):
         return None
 
     def give(self, connection: C) -> None:
-        """Keep a connection that is between two requests."""
         if connection.is_open and len(self._idle) < self._max_idle:
             self._idle.append(connection)
         else:
@@ -203,7 +202,6 @@ class ConnectionPool(Generic[C]):
         return bool(connection.reused_ns) and not connection.got_bytes and idle_ns >= self._stale_ns
 
     def close(self) -> None:
-        """Close the connections that nobody uses."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -218,6 +216,5 @@ def raise_file_limit() -> None:
 
 
 def max_open_files() -> int:
-    """As many as may be open now."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MAX_FILES if soft == resource.RLIM_INFINITY else soft

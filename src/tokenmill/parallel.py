@@ -92,7 +92,6 @@ class Ranks:
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in place."""
         return x if self.size == 1 else self.together(self._add_up, x)
 
     def _add_up(self, x: torch.Tensor) -> None:
@@ -184,7 +183,6 @@ class Ranks:
             self._arrive(x, host)
 
     def _sent(self, x: torch.Tensor) -> torch.Tensor:
-        """What the collectives take in the place of x."""
         return to_host(x) if self.staged else x
 
     def _arrive(self, x: torch.Tensor, sent: torch.Tensor) -> None:
@@ -294,7 +292,6 @@ def _listening_at(address: str) -> Iterator[None]:
 
 
 def file_store(path: str, size: int) -> Any:
-    """Where ranks of one machine meet."""
     return _DIST.FileStore(path, size)
 
 

@@ -25,8 +25,6 @@ def new_request_id() -> str:
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call, filled in on its way."""
-
     request_id: str
     path: str
     endpoint: str = ""  # the route that took it

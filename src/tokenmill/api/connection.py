@@ -286,7 +286,6 @@ class ServerConnection(HttpToolsProtocol):
             raise self._fault
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer where HTTP allows it, and close."""
         _log.debug("%s: %s %s", self.client, error.status, error)
         may_answer = not self.pipeline
         if self._is_answering:

@@ -205,7 +205,6 @@ class FrontSums:
         self.metrics = ServerMetrics(model)
 
     def take(self, totals: Totals) -> None:
-        """Take the latest totals."""
         new = self.metrics.total(totals.report.counts)
         for name in ("num_prompt_tokens", "num_output_tokens", "finished"):
             setattr(self.metrics, name, getattr(new, name))
@@ -282,7 +281,6 @@ def _share(membership: FrontMembership, state: ApiState) -> None:
 
 
 def share_calls(membership: FrontMembership, calls: Calls) -> None:
-    """Have limits hold over all fronts."""
     membership.calls = calls.open_calls
 
     def on_others(others: OpenCalls) -> None:

@@ -152,7 +152,6 @@ def overseer(keys: Keys) -> Guard:
 
 
 def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What encrypts connections, where there is a certificate."""
     if config.tls_cert is None:
         if config.tls_key is not None:
             raise KeyFileError("--tls-key needs --tls-cert")

@@ -58,7 +58,6 @@ async def read_count(body: bytes, preparer: Preparer, model: str) -> int:
 
 
 def _decode(body: bytes, kind: type[T], preparer: Preparer, model: str) -> T:
-    """The call, which is for the model that is served."""
     call = decode_call(body, kind, preparer.ignored)
     check_model(call.model, model)
     given = [n for n in MESSAGE_WITHOUT_EFFECT if getattr(call, n, None) is not None]

@@ -104,7 +104,6 @@ class CallMiddleware:
             self._end(record, scope)
 
     def _app_for(self, record: CallRecord, scope: Scope) -> ASGIApp:
-        """The app for a call that is taken, or what refuses it."""
         path: str = scope["path"]
         try:
             self._guard.check(scope["method"], path, scope["headers"])

@@ -169,7 +169,6 @@ class OpenChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens of the reasoning, its marks left out."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def _visible(self, output: RequestOutput) -> list[int]:
@@ -186,8 +185,6 @@ class OpenChoice:
 
 
 class OpenCall:
-    """The choices of one job."""
-
     def __init__(
         self, job: PreparedCall, tokenizer: Tokenizer, metrics: ServerMetrics, streams: bool
     ) -> None:

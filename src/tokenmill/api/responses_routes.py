@@ -175,7 +175,6 @@ async def _read_count(
 
 
 def _decode(body: bytes, preparer: Preparer, model: str) -> ResponsesRequest:
-    """The call, which is for the model that is served."""
     ignored = preparer.ignored
     call = decode_call(body, ResponsesRequest, ignored)
     check_model(call.model, model)
@@ -262,7 +261,6 @@ class StoredResponse(msgspec.Struct):
 
     @property
     def conversation(self) -> list[Item]:
-        """What the next turn begins with."""
         return [*self.context, *self.response.output]
 
 
@@ -296,7 +294,6 @@ class ResponseStore:
             raise self._no_response(response_id, "response_id")
 
     async def resolve(self, items: Sequence[InputItem], account: str) -> list[Item]:
-        """The items with references replaced by what they refer to."""
         found: dict[str | None, Item] = {}
         for index, item in enumerate(items):
             if isinstance(item, ItemReference) and item.id not in found:

@@ -270,7 +270,6 @@ class Signals:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
     def _hung_up(self) -> None:
-        """A server whose terminal was closed ends."""
         if self._had_terminal and not _has_terminal():
             self.came()
         else:

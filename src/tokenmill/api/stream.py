@@ -58,7 +58,6 @@ class ApiState:
         return self.keys.config
 
     def facts(self) -> ModelFacts:
-        """What all workers have in common, now."""
         facts = self.client.facts
         assert facts is not None
         return facts

@@ -107,7 +107,6 @@ class PromptSource:
     def of(
         cls, settings: Settings, config: EndpointConfig, dataset: Dataset, count: Count | None
     ) -> PromptSource:
-        """With the seed given, or one that is drawn."""
         given = settings.values.get("seed")
         seed = secrets.randbelow(SEEDS) if given is None else given
         source = cls(dataset, seed, given is None, config.same_prompts)
@@ -116,7 +115,6 @@ class PromptSource:
         return source
 
     def _salt(self, count: Count | None) -> None:
-        """Find out where salts go, and say it."""
         from tokenmill.bench.client.datasets import SALT_WORDS, Prompts, Shuffled, find_cuts
 
         prompts = self.dataset.dataset if isinstance(self.dataset, Shuffled) else self.dataset

@@ -39,7 +39,6 @@ class PeakRates:
         return self.gemm_flops.get(dtype) or max(self.gemm_flops.values())
 
     def times(self, count: int) -> PeakRates:
-        """What so many of them do together."""
         rates = {dtype: count * flops for dtype, flops in self.gemm_flops.items()}
         return replace(self, gemm_flops=rates, read_bytes_per_s=count * self.read_bytes_per_s)
 
@@ -101,7 +100,6 @@ def roofline(cell: Cell, spec: ModelSpec, setup: CellSetup, machine: PeakRates) 
 
 
 def _layer_seconds(spec: ModelSpec, dtype: str, machine: PeakRates) -> float:
-    """Of the products of all layers for one token."""
     flops, experts = spec.flops_per_token(0) - 2 * spec.vocab_size * spec.hidden_size, 0
     if spec.moe is not None:
         each = spec.moe.top_k * spec.moe.expert_params(spec.hidden_size)

@@ -59,7 +59,6 @@ class Cell:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, in and out."""
         return max(sum(both) for both in self.lengths)
 
     @property

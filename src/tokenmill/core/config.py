@@ -144,7 +144,6 @@ class SchedulerConfig:
 
     @property
     def most_new_tokens(self) -> int:
-        """The most tokens that a step computes of one request."""
         return min(self.budget, self.max_model_len) if self.chunked_prefill else self.max_model_len
 
 

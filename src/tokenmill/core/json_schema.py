@@ -230,7 +230,6 @@ class _Reader:
     def _merged(
         self, path: str, node: Node, inlined: frozenset[str]
     ) -> tuple[Node, frozenset[str]]:
-        """A node with the schemas of its allOf merged into it, as many as can be."""
         while isinstance(given := node.get("allOf"), list):
             parts = [(i, part) for i, part in enumerate(given) if _says_something(part)]
             rest = {key: value for key, value in node.items() if key != "allOf"}
@@ -302,7 +301,6 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _says_something(part: Any) -> bool:
-    """Whether a schema has more than annotations."""
     return not isinstance(part, dict) or bool(part.keys() - ANNOTATIONS)
 
 
@@ -320,7 +318,6 @@ def _all_merged(node: Node, part: Node) -> Node | None:
 
 
 def _in_known_words(node: Node) -> Node:
-    """The same schema in words that the compiler knows."""
     node = dict(node)
     if isinstance(node.get("enum"), list) and "type" in node:
         fitting = [value for value in node["enum"] if _has_type(value, node["type"])]

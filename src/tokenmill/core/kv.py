@@ -64,7 +64,6 @@ class KVAddress:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, all ranks' parts together."""
         return sum(self.geometry.block_bytes) * (1 + len(self.others))
 
 

@@ -99,7 +99,6 @@ def min_values(percent: int) -> int:
 
 
 def too_few_for(num_values: int) -> list[str]:
-    """The percentiles that need more values than these."""
     return [name for name, percent in PERCENTS.items() if num_values < min_values(percent)]
 
 

@@ -26,7 +26,6 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def num_units(self) -> int:
-        """Tokens of its prompt."""
         return len(self.prompt_token_ids)
 
 
@@ -36,8 +35,6 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[TaskT]):
-    """Who asks, how urgently, and for what."""
-
     request_id: str
     task: TaskT
     priority: int = 0  # lower runs first, as in vLLM
@@ -46,7 +43,6 @@ class Request(Generic[TaskT]):
     account: str = ""  # who pays, and shares what is shared by account
 
     def with_task(self, **changes: Any) -> Request[TaskT]:
-        """The same with other fields of its task."""
         return replace(self, task=msgspec.structs.replace(self.task, **changes))
 
 

@@ -58,7 +58,6 @@ class Video(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def num_units(self) -> int:
-        """Videos to make, by which workers are compared."""
         return 1
 
 
@@ -74,7 +73,6 @@ class VideoFrames(msgspec.Struct, tag=True, frozen=True):
     num_skipped: int = 0  # steps that the step cache left out
 
     def frame(self, index: int) -> bytes:
-        """The RGB bytes of one frame."""
         num_bytes = 3 * self.width * self.height
         return self.data[index * num_bytes : (index + 1) * num_bytes]
 

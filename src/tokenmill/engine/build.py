@@ -326,7 +326,6 @@ def _warm_up(runner: ModelRunner, setup: Setup, part: LoadedPart, on_phase: OnPh
 
 
 def make_rebalancer(setup: Setup, part: LoadedPart, ranks: Ranks) -> Rebalancer | None:
-    """What moves experts, where that is wanted."""
     if not setup.parallel.rebalance_steps or part.checkpoint.spec.moe is None or ranks.size == 1:
         return None
     return Rebalancer(part.network.experts, part.checkpoint.spec, setup.parallel, ranks)

@@ -91,7 +91,6 @@ def resolve_setup(asked: Setup) -> Setup:
 
 
 def set_mode(execution: ExecutionConfig) -> None:
-    """Switch the kernels of this process."""
     if execution.batch_invariant and not execution.fused_kernels:
         raise ModelLoadError("batch_invariant needs the fused kernels: torch's own sums vary")
     MODE.fused, MODE.batch_invariant = execution.fused_kernels, execution.batch_invariant

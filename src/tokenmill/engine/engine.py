@@ -214,7 +214,6 @@ class LanguageEngine:
         return self._publisher
 
     def kv_dump(self) -> Dump:
-        """Return all blocks that are cached now."""
         publisher, hashes = self.kv_events(), self._scheduler.pool.cached_hashes()
         if self.tiers is None:
             return publisher.dump(hashes)

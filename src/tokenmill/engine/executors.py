@@ -292,7 +292,6 @@ class SplitExecutor:
         return next(sizes, 0)
 
     def _short_prompts(self, items: list[Item]) -> list[Item]:
-        """The items at the end that are prompts with a graph."""
         count = len(items)
         while count and items[count - 1][1] > 1 and self._prompts.takes([items[count - 1]]):
             count -= 1

@@ -51,7 +51,6 @@ class GroupEncoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def begin(self, image: ImageInput) -> BegunPatches:
-        """An image that is encoded in parts."""
         return self._encoder.begin(self._sent([image]), self._encoder.place([image.grid]))
 
     def go_on(self, begun: BegunPatches, share: float) -> None:
@@ -193,7 +192,6 @@ class StepImages:
         return ImageRows(rows.long(), torch.stack(positions).long(), torch.cat(features, dim=1))
 
     def _parts(self, item: Item, begin: int) -> list[_Part]:
-        """What an item's tokens touch of its images."""
         seq, num_new = item
         context, placement = seq.num_computed_tokens, self.placement(seq)
         parts = []
@@ -229,7 +227,6 @@ class _Part(NamedTuple):
 
 
 def grouped(images: list[ImageInput], most: int) -> Iterator[list[ImageInput]]:
-    """Images in groups of at most so many patches, or of one that has more."""
     group: list[ImageInput] = []
     total = 0
     for image in images:

@@ -245,7 +245,6 @@ class InputBuilder:
         )
 
     def ids(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids as the model takes them."""
         return token_ids.long() if self.device.type == "cpu" else token_ids
 
     def even(self, count: int, width: int) -> Even:

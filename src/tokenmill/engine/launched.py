@@ -66,7 +66,6 @@ class LaunchedStep:
         return result
 
     def settle(self) -> None:
-        """Wait until all that was launched is over."""
         done = (self, *self.others)[-1].done
         if done is not None:
             done.synchronize()
@@ -109,7 +108,6 @@ class LaunchedStep:
 
 
 def _join(result: StepResult, other: StepResult) -> None:
-    """Add what was made of the items that follow."""
     count, num_others = len(result.token_ids), len(other.token_ids)
     if result.logprobs is not None or other.logprobs is not None:
         result.logprobs = [

@@ -151,7 +151,6 @@ def token_ms(rates: dict[str, float], token_bytes: float) -> dict[str, float]:
 
 
 def _host_rate(copies: PageCopies, num_pages: int) -> float:
-    """Bytes per second from host memory to the device."""
     size = int(copies.host.shape[1])
     pages = list(range(max(1, min(num_pages, len(copies.host), _COPIED_BYTES // size))))
     copies.save(pages, pages)

@@ -70,7 +70,6 @@ class _Parts:
         return None
 
     def _take(self, part: list[int], found: StepResult) -> None:
-        """Put the results of some items in their places."""
         result, count = self.result, len(self._batch.items)
         if found.logprobs is not None:
             result.logprobs = result.logprobs or [None] * count

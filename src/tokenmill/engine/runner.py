@@ -271,7 +271,6 @@ class ModelRunner:
 
 @contextlib.contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Raise what a lack of memory is to the engine."""
     try:
         yield
     except torch.OutOfMemoryError as error:

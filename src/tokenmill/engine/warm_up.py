@@ -56,7 +56,6 @@ def _item(slot: int, count: int, block_size: int, images: tuple[ImageSpan, ...] 
 
 
 def blank_image(grid: Grid, vision: VisionSpec) -> ImageInput:
-    """An image of one colour, as processors make them."""
     values = grid[0] * grid[1] * grid[2] * vision.in_channels * vision.patch_size**2
     levels = np.zeros(256 * vision.in_channels, "<f4").tobytes()
     return ImageInput(bytes(values), grid, b"warm-up".ljust(32), levels)

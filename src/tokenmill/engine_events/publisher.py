@@ -48,7 +48,6 @@ class PublisherError(TokenmillError):
 
 
 def engine_event(event: Event) -> EngineEvent:
-    """An event of ours as vLLM's."""
     match event:
         case Stored():
             return _stored(event)
@@ -139,7 +138,6 @@ class CachePublisher:
         self._publish(worker, [engine_event(event) for event in batch.events])
 
     def forget(self, worker: str) -> None:
-        """Say that a worker has nothing cached any more."""
         if self._last.pop(worker, None) is not None:
             self._publish(worker, [AllBlocksCleared()])
 

@@ -32,8 +32,6 @@ FULL_TILES = 2.0  # times the keys may be visited: by 1.75 times Hopper's kernel
 
 
 class TilePlan(NamedTuple):
-    """QueryTiles on the host."""
-
     seqs: np.ndarray
     starts: np.ndarray
     tokens: int
@@ -53,7 +51,6 @@ class QueryTiles:
 
     @classmethod
     def of(cls, plan: TilePlan, device: torch.device | str = "cpu") -> QueryTiles:
-        """A plan's tiles on a device."""
         seqs, starts = (torch.from_numpy(a).to(device) for a in (plan.seqs, plan.starts))
         return cls(seqs, starts, plan.tokens, plan.splits, plan.rows)
 

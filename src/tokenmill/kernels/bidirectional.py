@@ -35,14 +35,11 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, fp32 [tokens,
 
 
 class AttentionRounding(NamedTuple):
-    """What is rounded to what."""
-
     codes: torch.dtype  # of queries and keys
     fp8_values: bool  # else they are as they come
 
     @property
     def limit(self) -> float:
-        """The largest code."""
         return 127.0 if self.codes == torch.int8 else 448.0
 
 
@@ -94,7 +91,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def attend_rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounding: AttentionRounding
 ) -> torch.Tensor:
-    """The same of rounded queries, keys and values."""
     queries, keys, values = (part.float().transpose(1, 2) for part in (q, k, v))
     keys = keys - keys.mean(2, keepdim=True)
     queries = _rounded(queries, _scale_of(queries.abs().amax(-1, keepdim=True), rounding), rounding)

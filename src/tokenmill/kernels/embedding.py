@@ -24,8 +24,6 @@ MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685, 7046029
 
 @dataclass(frozen=True, slots=True)
 class RowCache:
-    """The tensors of a cache, all on one device."""
-
     tags: torch.Tensor  # int64 [sets, WAYS]: the row in each slot, or -1
     counters: torch.Tensor  # float32 [sets, WAYS]: its decayed uses; -1 where the slot is empty
     rows: torch.Tensor  # [sets * WAYS, dim]
@@ -50,7 +48,6 @@ class Misses:
 def make_row_cache(
     num_slots: int, dim: int, dtype: torch.dtype, device: torch.device | str
 ) -> RowCache:
-    """An empty cache of num_slots rows, a multiple of WAYS."""
     sets, width = num_slots // WAYS, sketch_width(num_slots)
     return RowCache(
         tags=torch.full((sets, WAYS), -1, dtype=torch.int64, device=device),
@@ -69,7 +66,6 @@ def sketch_width(num_slots: int) -> int:
 
 
 def cache_bytes(num_slots: int, row_bytes: int) -> int:
-    """What make_row_cache takes."""
     sets = num_slots // WAYS
     slots = num_slots * (8 + 4 + row_bytes)
     return slots + 4 * (sketch_width(num_slots) + CLAIMS + sets) + 16

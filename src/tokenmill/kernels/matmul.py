@@ -44,7 +44,6 @@ class PackedWeight:
 
     @property
     def padded(self) -> int:
-        """Columns of the tiles."""
         return self.n + -self.n % (TILE_COLUMNS if self.grouped else 8)
 
     @property
@@ -54,7 +53,6 @@ class PackedWeight:
 
     @property
     def rounding(self) -> Rounding | None:
-        """What the product wants its input rounded to."""
         if self.scales is None:
             return None
         if self.data.dtype != FP8.dtype:

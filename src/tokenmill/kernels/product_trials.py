@@ -70,7 +70,6 @@ def found() -> dict[str, bool]:
 
 
 def adopt(choices: Mapping[str, bool]) -> None:
-    """Choose as another engine did."""
     _second_is_faster.update(choices)
 
 

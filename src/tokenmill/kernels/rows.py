@@ -30,7 +30,6 @@ class Rounding:
 
     @property
     def code(self) -> int:
-        """How the compiled row kernels are told."""
         return -self.limit if self.group else self.limit
 
 

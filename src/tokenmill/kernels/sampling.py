@@ -44,8 +44,6 @@ class Masks(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Temperature and filters of each row."""
-
     temperature: torch.Tensor  # fp64 [rows], 0: greedy
     min_p: torch.Tensor  # fp64 [rows], 0: off
     top_k: torch.Tensor  # int32 [rows], 0: off

@@ -61,7 +61,6 @@ class KVLink:
         spec: ModelSpec,
         dtype: str,
     ) -> KVTransfer:
-        """Let other engines reach the cache."""
         pool = scheduler.pool
         reached = self.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
         return KVTransfer(scheduler, *reached)

@@ -71,7 +71,6 @@ class CudaIpcConnector:
         self._thread.submit(memory.copier(self._own, self._own), [(0, 0, 1)]).result()
 
     def connect(self, peer: KVAddress, way: KVWay) -> None:
-        """Map a peer's cache."""
         self._peers[peer.engine_id] = self._thread.submit(self._map, peer, way).result()
 
     def disconnect(self, engine_id: str) -> None:

@@ -171,7 +171,6 @@ class KVTransfer:
         self._leases.release(request_id)
 
     def take_events(self) -> KVTransferEvents:
-        """What happened since the last call."""
         leases = self._leases
         received, self._received = self._received, []
         return KVTransferEvents(leases.take_notices(), received, leases.take_expired())
@@ -201,7 +200,6 @@ class KVTransfer:
         return None
 
     def expect(self, request: Request, now_ns: int) -> None:
-        """Expect the KV of a request from a peer."""
         assert request.task.kv_from is not None
         self._now_ns = now_ns
         entry = _Incoming(request.request_id, request.task.kv_from)

@@ -33,7 +33,6 @@ def first_placement(num_experts: int, layout: Layout) -> list[int]:
 
 
 def own_slots(placement: list[int], layout: Layout) -> list[int]:
-    """The experts of this rank's slots."""
     return placement[layout.ranks.own(len(placement))]
 
 
@@ -193,7 +192,6 @@ class RoutedExperts:
 
     @property
     def elsewhere(self) -> set[int]:
-        """Experts that other ranks hold and this one does not."""
         return set(range(self.num_experts)) - set(self.own)
 
     @property

@@ -94,11 +94,9 @@ class Places:
 
     @property
     def of_patches(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What has a row for each patch."""
         return self.indices, self.weights, self.cos_sin
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor], segments: Segments) -> Places:
-        """The same with other rows."""
         indices, weights, cos_sin = map(change, self.of_patches)
         return Places(indices, weights, cos_sin, segments)
 

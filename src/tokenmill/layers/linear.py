@@ -23,7 +23,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def activation_dtype(dtype: ComputeType) -> torch.dtype:
-    """What the residual stream holds."""
     return torch.bfloat16 if dtype in ("bf16", "fp8") else torch.float32
 
 
@@ -50,14 +49,12 @@ class Linear:
     def named(
         cls, tensors: Tensors, names: list[str], dtype: ComputeType, device: Device = "cpu"
     ) -> Linear:
-        """The modules of these names, stacked."""
         weights = [tensors[f"{name}.weight"] for name in names]
         biases = [tensors[key] for name in names if (key := f"{name}.bias") in tensors]
         return cls(weights, biases, dtype, device)
 
     @property
     def rounding(self) -> Rounding | None:
-        """What the producer of the input rounds it to."""
         return self.weight.rounding
 
     def __call__(

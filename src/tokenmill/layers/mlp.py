@@ -120,7 +120,6 @@ class MoE:
         add_choices(results, weights, stream.x)
 
     def assist(self, room: int | None = None) -> None:
-        """Compute for other ranks, with no rows of its own."""
         x = self.norm.new_empty(0, self.norm.shape[0])
         ids = torch.empty(0, self.routing.top_k, dtype=torch.int32, device=x.device)
         self.experts.combine(self.experts.dispatch(x, ids, room), self.activation)

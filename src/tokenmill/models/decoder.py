@@ -71,7 +71,6 @@ class LayerTensors:
         self.missing = sum(not expert or expert[0] not in elsewhere for expert in found)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor under its short name."""
         self.missing -= 1
         if self.experts is not None and (found := expert_of(name)):
             self.experts.put(*found, tensor)
@@ -154,11 +153,9 @@ class Decoder:
 
     @property
     def embedding_scale(self) -> float:
-        """What rows of the embedding are multiplied with."""
         return 1.0
 
     def norm_gain(self, weight: torch.Tensor) -> torch.Tensor:
-        """What the final norm multiplies with, from its stored weight."""
         return weight.to(activation_dtype(self.dtype))
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Layer], Tensors]:
@@ -191,7 +188,6 @@ class Decoder:
         return self.run_layers(self.embedding(token_ids), kv_cache, batch)
 
     def run_layers(self, x: torch.Tensor, kv_cache: KVCache, batch: AttentionBatch) -> torch.Tensor:
-        """Embedded tokens through all layers."""
         stream = Residual(x, self.spec.rms_eps)
         parts = self.layers, kv_cache, self.cos_sin, self._batches(batch)
         states: dict[int, torch.Tensor] = {}
@@ -248,6 +244,5 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights as they lie in memory."""
         layers = sum(layer.num_bytes for layer in self.layers)
         return self.embedding.num_bytes + self.head.num_bytes + layers

@@ -74,7 +74,6 @@ class Architecture:
         return config | text | outside
 
     def our_name(self, name: str) -> str:
-        """What a tensor of a checkpoint is called here."""
         for theirs, ours in self.prefixes.items():
             if name.startswith(theirs):
                 return ours + name.removeprefix(theirs)

@@ -180,14 +180,12 @@ class Mlp:
         return layer_norm(x, norm[0].shape, norm[0], norm[1], _EPS) if norm else x
 
     def before_norm(self, x: torch.Tensor) -> torch.Tensor:
-        """All but the last LayerNorm."""
         first, first_bias, swish, swish_bias, last, last_bias = self.parts[:6]
         x = swish_norm(linear(x, first, first_bias), AffineNorm(swish, swish_bias), _EPS)
         return linear(x, last, last_bias)
 
     @property
     def norm(self) -> AffineNorm:
-        """The last LayerNorm."""
         return AffineNorm(*self.parts[6:])
 
 
@@ -300,7 +298,6 @@ class HstuModel:
 
     @property
     def type_name(self) -> str:
-        """What the layers' products compute in."""
         return "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
 
     @property

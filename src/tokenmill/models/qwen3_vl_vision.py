@@ -196,7 +196,6 @@ class VisionEncoder:
         begun.layer = max(begun.layer, end)
 
     def place(self, grids: Sequence[Grid]) -> Places:
-        """Where the patches of images stand."""
         parts = [self._places(grid) for grid in grids]
         indices, weights, cos_sin = (
             same[0] if len(same) == 1 else torch.cat(same) for same in zip(*parts, strict=True)

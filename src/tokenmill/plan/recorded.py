@@ -196,7 +196,6 @@ class Reproduction:
     num_preemptions: int = 0
 
     def rates(self) -> StepRates:
-        """The formula of a step, fitted to the recorded ones."""
         sums = StepSums()
         for step in self.steps:
             sums.add(step.num_prefill, step.num_decodes, step.num_kv_tokens, step.time_ms)

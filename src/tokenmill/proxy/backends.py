@@ -173,7 +173,6 @@ class Backends:
     # What becomes of an attempt.
 
     def first_byte(self, attempt: Attempt) -> None:
-        """The prompt of a call is computed."""
         if attempt.is_pending:
             attempt.is_pending = False
             attempt.backend.num_pending -= 1
@@ -209,7 +208,6 @@ class Backends:
         return list(cards.values())
 
     def failures(self) -> str:
-        """Why backends are down, in one line."""
         down = [backend for backend in self._all.values() if not backend.ready]
         return "; ".join(f"{backend.name}: {backend.last_failure}" for backend in down)
 
@@ -238,7 +236,6 @@ class Backends:
         return resting if set(self._router.workers).difference(resting) else out
 
     def _sources_of(self, address: BackendAddress) -> list[EventSource]:
-        """What follows the events of a backend."""
         name, told = address.name, self._told
         sources = []
         for number, stream in enumerate(address.streams):
@@ -248,7 +245,6 @@ class Backends:
         return sources
 
     def _take(self, name: str, stream: int, batch: EngineBatch) -> None:
-        """Take events, which tell of a step, too."""
         num_tokens = self._told.take(name, stream, batch)
         self._router.told_step(name, num_tokens, time.monotonic())
 

@@ -206,7 +206,6 @@ class CallImages:
             mark_images(message)
 
     def place(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens of a prompt, in which each image has one placeholder."""
         images = list(map(self._sketch, self._wanted))
         expanded, spans = place_images(list(token_ids), images, self._processor)
         return content_ids(expanded, spans)

@@ -69,7 +69,6 @@ class PromptReader:
         return tenant.body(path, body)
 
     def close(self) -> None:
-        """End the processes, whatever they are reading."""
         self._processes.close()
 
     def _read_here(self, body: bytes, path: str) -> RoutedPrompt:

@@ -72,7 +72,6 @@ class RouteApp:
         self._prompts = PromptReader(state.tokenizer, state.processor)
 
     def end_calls(self) -> None:
-        """End the open calls, each with an error."""
         for relay in self._relays:
             relay.give_up(SHUTDOWN)
 
@@ -221,7 +220,6 @@ def _add_operations(app: FastAPI, state: RouteState) -> None:
 
 
 def routed_stats(state: RouteState) -> EngineStats:
-    """What a router knows of the engines behind its backends."""
     workers = state.backends.view(False).workers
     return EngineStats(
         num_running=state.calls.num_open,

@@ -41,7 +41,6 @@ class Tenant:
     _rest: bytes = b""  # of a stream: a line that is not whole
 
     def seal(self, name: str) -> str:
-        """An id as the client gets it."""
         return f"{name}-{self._mac('stored', name)}"
 
     def unseal(self, given: str) -> str:
@@ -58,7 +57,6 @@ class Tenant:
         return hmac.digest(self.salt, data, "sha256").hex()[:_TAG_CHARS]
 
     def given(self, opened: str) -> str:
-        """An id as the client has sent it."""
         return self.given_ids.get(opened, opened)
 
     # Requests.
@@ -80,7 +78,6 @@ class Tenant:
         return {**scope, **changed, "headers": headers, "query_string": query}
 
     def opens(self, path: str) -> bool:
-        """Bodies of calls to a path may have ids."""
         return path.startswith(RESPONSES_PATH)
 
     def body(self, path: str, body: bytes) -> bytes:

@@ -31,7 +31,6 @@ def end_to_end(headers: Headers) -> Headers:
 
 
 def with_entry(headers: Headers, name: bytes, entry: bytes) -> Headers:
-    """The headers with one more entry at the end of a list."""
     entries = [value for known, value in headers if known == name]
     return [pair for pair in headers if pair[0] != name] + [(name, b", ".join([*entries, entry]))]
 
@@ -42,7 +41,6 @@ def via(version: str, headers: Headers) -> Headers:
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
-    """The value of a header, empty when there is none."""
     return next((value for known, value in headers if known == name), b"")
 
 
@@ -92,7 +90,6 @@ class UpstreamAnswer:
         return self.ended and self._error is None and not self._parts
 
     def header(self, name: bytes) -> bytes:
-        """The value of a header, empty when there is none."""
         return header(self.headers, name)
 
     async def read(self) -> bytes:

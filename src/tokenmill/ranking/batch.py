@@ -23,7 +23,6 @@ _NOTHING = np.zeros(1, np.int64)
 def make_batch(
     requests: Sequence[RankRequest], spec: HstuSpec, device: torch.device | str = "cpu"
 ) -> RankBatch:
-    """Checked requests as tensors on the device."""
     lengths = np.array([request.num_history for request in requests])
     counts = np.array([request.num_candidates for request in requests])
     history, candidates = _offsets(lengths + 1), _offsets(counts)

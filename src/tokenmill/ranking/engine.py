@@ -35,8 +35,6 @@ FEW_CANDIDATES = (1, 2, 4, 5, 16)  # products in fp8 of so few rows have kernels
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A batch on its way."""
-
     waiting: list[Waiting]
     batch: RankBatch
     scores: PendingScores

@@ -60,7 +60,6 @@ class LineRanker:
     def _compare(
         self, requests: dict[str, tuple[RankRequest, Any]], outputs: dict[str, RequestOutput]
     ) -> None:
-        """The same requests through the other engine, if there is one."""
         if self._other is None:
             return
         start = time.perf_counter()

@@ -51,7 +51,6 @@ class RankingModel:
         return PendingScores(self.dense.scores(batch, self.embed(batch)))
 
     def score_batch(self, batch: RankBatch) -> np.ndarray:
-        """The same on the host."""
         return self.launch(batch).wait()
 
     def score(self, requests: Sequence[RankRequest]) -> list[np.ndarray]:

@@ -52,8 +52,6 @@ class BatchRate:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request in the queue."""
-
     request: RankRequest
     arrival_ns: int
     flops: float

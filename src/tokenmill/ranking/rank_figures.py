@@ -34,7 +34,6 @@ class RankFigures:
         self._batch_requests, self._batch_tokens = _Histogram(_REQUESTS), _Histogram(_TOKENS)
 
     def ran(self, requests: Sequence[RankRequest], run_ns: int) -> None:
-        """Count a batch."""
         num_tokens = sum(request.num_tokens for request in requests)
         self._num_steps += 1
         self._run_ns += run_ns
@@ -44,7 +43,6 @@ class RankFigures:
         self._batch_tokens.observe(num_tokens)
 
     def ended(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count terminal outputs."""
         self._num_finished.update(str(output.finish_reason) for output in outputs)
 
     def stats(self, num_waiting: int, num_running: int) -> EngineStats:

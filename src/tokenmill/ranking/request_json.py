@@ -42,7 +42,6 @@ def read_request(data: Any, default_id: str) -> RankRequest:
 
 
 def read_labels(data: Mapping[str, Any], count: int) -> np.ndarray | None:
-    """What the candidates' labels are, where the object has them."""
     labels = data["candidates"].get("labels")
     if labels is None:
         return None

@@ -36,7 +36,6 @@ class RankRequest:
     top_k: int | None = None  # only the best are answered, in descending order
 
     def asked(self) -> Request[Rank]:
-        """The same as an engine is asked."""
         names = ("item_ids", "category_ids", "actions", "candidate_ids", "candidate_category_ids")
         ids = {name: getattr(self, name).astype("<i8").tobytes() for name in names}
         times = None if self.timestamps is None else self.timestamps.astype("<i8").tobytes()

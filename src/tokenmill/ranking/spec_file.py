@@ -12,7 +12,6 @@ CONFIG = "config.json"
 
 
 def read_spec(folder: Path) -> HstuSpec:
-    """The spec of a folder's config.json."""
     path = folder / CONFIG
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -72,7 +72,6 @@ def place(
 
 
 def _spread(load: np.ndarray, experts: np.ndarray, num_slots: int, num_ranks: int) -> Placement:
-    """Copies of these experts, spread over ranks."""
     copies = experts[replicate(load[experts], num_slots)]
     counts = np.bincount(copies, minlength=len(load))
     bins = pack(load[copies] / counts[copies], num_ranks)

@@ -70,7 +70,6 @@ class KVIndex:
         return self._workers[name].num_blocks
 
     def __len__(self) -> int:
-        """Distinct blocks by events."""
         return len(self._holders)
 
     def apply(self, name: str, batch: EventBatch) -> bool:
@@ -311,7 +310,6 @@ def _num_marks(depth: int) -> int:
 
 
 def _depth(num_marks: int) -> int:
-    """Depth of the last of so many sampled blocks."""
     return num_marks if num_marks < STRIDE else STRIDE * (num_marks - STRIDE + 1)
 
 

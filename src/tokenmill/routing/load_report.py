@@ -37,8 +37,6 @@ NOTHING = FrontLoad()
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Loads of all fronts of the pool."""
-
     fronts: dict[str, FrontLoad]
     shared_tokens: int = 0  # of all their queued tokens, those that a prompt ahead computes
 

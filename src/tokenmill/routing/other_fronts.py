@@ -70,7 +70,6 @@ class _Worker:
     began_ms: float = -1.0  # the step that the last report began
 
     def told_until(self, until_ms: float) -> None:
-        """Drop announcements that a report includes."""
         while self.heard and self.heard[0][0] <= until_ms:
             self.heard.popleft()
 
@@ -264,7 +263,6 @@ class OtherFronts:
         ]
 
     def num_unknown(self) -> float:
-        """Expected unreported requests of other fronts."""
         return self._by_own + self._by_ms * self._unknown_ms()
 
     def _unknown_ms(self) -> float:
@@ -314,7 +312,6 @@ class OtherFronts:
         return changes
 
     def _seen_ms(self, worker: _Worker, now_ms: float) -> float:
-        """Time up to which a worker's requests are known."""
         lags = [self._lag_ms] if worker.idle else []
         if self._told_ms is not None:
             lags.append(self._told_ms)

@@ -29,7 +29,6 @@ class WorkerLoad(NamedTuple):
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that wait for the next step."""
         return max(self.num_pending - self.step_pending, 0)
 
 

@@ -159,7 +159,6 @@ class Router:
 
     @property
     def rates(self) -> StepRates:
-        """Step costs fitted to the workers' own steps."""
         return self._prices.rates
 
     @property

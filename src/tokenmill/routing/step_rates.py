@@ -80,7 +80,6 @@ def fit_rates(sums: Sequence[float]) -> StepRates:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """The solution for a positive definite matrix."""
     size = len(right)
     scales = [matrix[i][i] ** -0.5 for i in range(size)]
     rows = [

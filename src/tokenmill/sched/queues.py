@@ -45,7 +45,6 @@ class Queues:
         return bool(self._deadlines)
 
     def add(self, seq: Sequence) -> None:
-        """Let a new request wait."""
         self._by_id[seq.request_id] = seq
         self._push(seq)
         if seq.request.deadline_ns is not None:

@@ -213,7 +213,6 @@ class RecordedScheduler(Scheduler):
         super().abort(request_id)
 
     def end_in_error(self, request_id: str, stop_reason: str, message: str) -> None:
-        """End a request in the same way, with an error."""
         self._write_abort(request_id)
         super().end_in_error(request_id, stop_reason, message)
 

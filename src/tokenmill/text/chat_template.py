@@ -198,7 +198,6 @@ def _arguments_of(text: str) -> dict[str, Any] | CutArguments:
 
 
 def _nine(call_id: str) -> str:
-    """Nine letters and digits for an id, the same for the same."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     return blake2b(call_id.encode(errors="replace"), digest_size=8).hexdigest()[:9]

@@ -109,7 +109,6 @@ class StopTable:
 
     @classmethod
     def of(cls, stops: Sequence[str]) -> StopTable | None:
-        """The table of a call's stop strings, if it has any."""
         return cls(stops) if stops else None
 
     def _add(self, state: int, char: str) -> int:

@@ -163,7 +163,6 @@ class HarmonyReader(MessageReader):
         self._go_on(prompt)
 
     def _go_on(self, prompt: Sequence[int]) -> None:
-        """Take up the message that the prompt leaves open."""
         start = self._tokens.start
         size = next((i + 1 for i, token in enumerate(reversed(prompt)) if token == start), 0)
         for token_id in prompt[len(prompt) - size :]:

@@ -150,7 +150,6 @@ class ContentReader:
         return self._watch is not None and self._watch.done
 
     def push(self, text: str) -> list[Event]:
-        """What this text makes certain."""
         if self._parser is None:
             return [ContentDelta(text)] if text else []
         events = self._watch.push(text) if self._watch is not None else []

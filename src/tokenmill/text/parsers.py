@@ -218,7 +218,6 @@ class ToolParser(ABC):
         return content, calls
 
     def push(self, delta: str) -> list[Event]:
-        """What this delta makes certain."""
         self._buffer += delta
         while self._buffer and self._state():
             pass
@@ -250,7 +249,6 @@ class ToolParser(ABC):
         """Content, up to what announces a call."""
 
     def _read_separator(self) -> bool:
-        """What may stand between a call and what follows it."""
         return self._consume(0, self._read_text)
 
     def _read_call(self) -> bool:

@@ -106,7 +106,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the default chat template."""
         template = self._chat_templates.get("default")
         return template.source if template else None
 
@@ -116,7 +115,6 @@ class Tokenizer:
 
     @property
     def tools_template(self) -> str | None:
-        """The source of the template of chats with tools."""
         template = self._chat_templates.get("tool_use")
         return template.source if template else self.chat_template
 
@@ -296,7 +294,6 @@ def _load_folder(
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} when there is no such file."""
     if not file.is_file():
         return {}
     try:

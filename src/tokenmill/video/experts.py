@@ -56,13 +56,11 @@ class Experts:
         return WanTransformer(self.spec, source, self.dtype, self.device, self.split)
 
     def unload(self) -> None:
-        """Take what is offloaded off the device."""
         if self.offload:
             self._loaded.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Of one expert in host memory."""
         return sum(num_bytes for _, _, num_bytes in self._layout().values())
 
     def _layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:

@@ -70,6 +70,5 @@ def _whole(job: VideoJob, told: Told | None) -> VideoTimes:
 
 
 def _tell(job: VideoJob, told: Told | None) -> None:
-    """The step that was just run."""
     if told is not None:
         told(f"step {len(job.step_seconds)} of {job.params.num_steps}", job.step_seconds[-1])

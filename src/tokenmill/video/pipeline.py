@@ -35,8 +35,6 @@ _OFFLOAD = "--offload keeps the experts in host memory, and the one in use on th
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What jobs are computed with."""
-
     spec: WanSpec
     encoder: TextEncoder
     experts: Experts

@@ -80,7 +80,6 @@ class VideoEngine:
 
     @property
     def num_failed(self) -> int:
-        """Jobs that ended in an error."""
         return self._num_finished[FinishReason.ERROR.value]
 
     def _jobs(self) -> list[VideoJob]:

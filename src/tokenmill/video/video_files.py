@@ -86,12 +86,10 @@ def mp4_bytes(video: VideoFrames) -> bytes:
 
 
 def png_bytes(video: VideoFrames, index: int) -> bytes:
-    """One frame as a PNG file."""
     return png_file(video.width, video.height, video.frame(index))
 
 
 def png_file(width: int, height: int, pixels: bytes) -> bytes:
-    """RGB bytes as a PNG file."""
     row_bytes = 3 * width
     rows = (pixels[i : i + row_bytes] for i in range(0, len(pixels), row_bytes))
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

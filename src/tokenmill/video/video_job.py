@@ -194,7 +194,6 @@ def _to_bytes(frames: torch.Tensor) -> bytes:
 
 
 def _task(request: Request, spec: WanSpec) -> Video:
-    """What a request asks for, checked."""
     if not isinstance(task := request.task, Video):
         raise InvalidRequestError("this engine makes videos; the request asks for none", "task")
     check_video(task, spec)

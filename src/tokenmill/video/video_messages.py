@@ -39,7 +39,5 @@ class VideoStepOver(RankMessage):
 
 
 class MeasureVideo(RankMessage):
-    """A video to be measured, or some of its steps."""
-
     request: Request
     num_steps: int | None

@@ -40,7 +40,6 @@ def load_ranks(
     offload: bool = False,
     progress: Progress | None = None,
 ) -> Pipeline:
-    """Start the other ranks, if there are any, and load the weights on all."""
     check_ranks(parallel, checkpoint.spec)
     if parallel.num_ranks == 1:
         return load_pipeline(checkpoint, config, offload, progress)
@@ -59,7 +58,6 @@ def load_ranks(
 
 
 def make_engine(pipeline: Pipeline) -> Engine:
-    """An engine over the ranks of a pipeline."""
     engine = VideoEngine(pipeline)
     return engine if pipeline.group is None else LeadingVideoEngine(engine, pipeline.group)
 
@@ -96,7 +94,6 @@ class LeadingVideoEngine:
             self._engine.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step on all ranks."""
         with self._group.together(), all_or_none():
             for request_id in self._engine.expire():
                 self._group.tell(AbortVideo(request_id))

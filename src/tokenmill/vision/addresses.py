@@ -32,7 +32,6 @@ class FetchTarget:
 
     @property
     def authority(self) -> str:
-        """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.url.scheme] else f"{host}:{self.port}"
 

@@ -30,8 +30,6 @@ class FetchRoom(Protocol):
 
 
 class Boundless:
-    """Room for any file."""
-
     async def grow(self, num_bytes: int) -> None:
         pass
 

@@ -54,7 +54,6 @@ class ImageMaker:
 def _make(
     data: bytes, processor: ImageProcessor, limits: PixelLimits, max_area: int, max_tokens: int
 ) -> list[bytes]:
-    """The parts of an image, or why there is none."""
     try:
         image = processor.process(data, limits, max_area, max_tokens)
     except ImageError as error:

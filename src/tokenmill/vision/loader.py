@@ -25,7 +25,6 @@ MakeRoom = Callable[[], AbstractContextManager[FetchRoom]]
 
 
 def boundless() -> AbstractContextManager[FetchRoom]:
-    """Room for any file."""
     return nullcontext(Boundless())
 
 

@@ -91,7 +91,6 @@ class WorkProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """End the process while it does nothing."""
         self.end()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -130,7 +129,6 @@ class WorkProcesses:
             return process.run(allowed, work, data, *args)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
         with self._lock:
             self.is_closed = True
             idle, self._idle = self._idle, []
@@ -185,7 +183,6 @@ def _exactly(source: IO[bytes], length: int) -> bytes:
 
 
 def main() -> None:
-    """Do what comes on stdin until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it decides when it ends
     os.nice(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

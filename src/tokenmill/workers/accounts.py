@@ -84,7 +84,6 @@ class Accounts:
         entry.num_workers += 1
 
     def ended(self, slot: WorkerSlot, output: RequestOutput) -> None:
-        """A worker is done with a request."""
         at = self._at.get(slot)
         entry = at.requests.pop(output.request_id, None) if at is not None else None
         if at is not None and entry is not None:
@@ -103,7 +102,6 @@ class Accounts:
         slot.end_account(at.charged_s)
 
     def left(self, slot: WorkerSlot) -> None:
-        """A worker has left the pool with its slot."""
         slot.end_stats()
         self.died(slot)
         stats = slot.stats()

@@ -101,7 +101,6 @@ class Assignment:
     def _count(
         self, entry: OpenRequest, decision: Decision, began_ns: int, computes: bool, why: str
     ) -> None:
-        """Count a request where it goes, and its prompt where it is computed."""
         slot = self._slots[decision.worker]
         entry.trace.routed(decision, began_ns, slot.role)
         slot.num_routed += 1

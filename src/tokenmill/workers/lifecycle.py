@@ -33,7 +33,6 @@ class PoolError(TokenmillError):
 
 
 def roles_of(config: PoolConfig) -> list[Role]:
-    """The role of each worker that a pool starts with."""
     counts: dict[Role, int] = {"both": config.workers}
     if config.prefill or config.decode:
         counts = {"prefill": config.prefill, "decode": config.decode}
@@ -149,7 +148,6 @@ class Lifecycle:
         return self._num_past_restarts + sum(s.num_restarts for s in self._slots.values())
 
     def of_role(self, role: Role) -> list[WorkerSlot]:
-        """The slots of a role, the oldest first."""
         return [slot for slot in self._slots.values() if slot.role == role]
 
     def _staying(self, role: Role) -> list[WorkerSlot]:
@@ -244,7 +242,6 @@ class Lifecycle:
             await self._remove(slot, timeout_s)
 
     async def close(self, grace_s: float) -> None:
-        """Stop all workers."""
         slots = list(self._slots.values())
         self._slots.clear()
         if self._heartbeats is not None:
@@ -392,7 +389,6 @@ class Lifecycle:
         self._check_left()
 
     async def _stop(self, slot: WorkerSlot, grace_s: float) -> None:
-        """Stop a slot for good."""
         if slot.name in self._tasks:
             await _end(self._tasks.pop(slot.name))
         await slot.stop(grace_s)

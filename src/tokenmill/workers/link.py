@@ -63,7 +63,6 @@ Spawn = Callable[[str], Awaitable[WorkerProcess]]
 
 
 def _shifted(request: Request, offset_ns: int) -> Request:
-    """The request with its times in a worker's clock."""
     deadline_ns = request.deadline_ns
     return replace(
         request,
@@ -227,7 +226,6 @@ class WorkerLink:
             self._schedule_receive()
 
     def _receive_rest(self) -> None:
-        """Take all there is."""
         with contextlib.suppress(zmq.Again):
             while not self._socket.closed:
                 self.handle(decode_from_worker(self._socket.recv(zmq.NOBLOCK)))

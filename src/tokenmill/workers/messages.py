@@ -132,7 +132,6 @@ class Outputs(msgspec.Struct, tag=True):
     tokens: dict[str, list[int]] = {}  # before `outputs`
 
     def all(self) -> list[RequestOutput]:
-        """One output per request, whichever way it came."""
         plain = [RequestOutput(request_id, ids) for request_id, ids in self.tokens.items()]
         return plain + self.outputs
 
@@ -144,7 +143,6 @@ class OutputPacker:
         self._begun: set[str] = set()  # requests whose first output has been packed
 
     def pack(self, outputs: list[RequestOutput]) -> Outputs:
-        """The outputs of one step as a message."""
         begun, others = self._begun, []
         tokens: dict[str, list[int]] = {}
         for output in outputs:

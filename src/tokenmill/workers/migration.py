@@ -110,7 +110,6 @@ class Migration:
     def fail(
         self, entry: OpenRequest, reason: FinishReason, message: str, stop_reason: str
     ) -> None:
-        """End a request that no worker has."""
         self._close(entry, failed=True)
         entry.put_end(reason, message, stop_reason)
 
@@ -129,7 +128,6 @@ class Migration:
         return bool(set(self._routers.main.workers) - {slot.name})
 
     def worker_leaving(self, slot: WorkerSlot) -> None:
-        """A worker gets no more requests."""
         self._routers.remove(slot)
 
     def worker_ready(self, slot: WorkerSlot) -> None:
@@ -288,7 +286,6 @@ class Migration:
         return False
 
     def _close(self, entry: OpenRequest, failed: bool = False) -> None:
-        """Forget a request that has ended, in whatever way."""
         entry.trace.ended()
         self._accounts.closed(entry)
         self._routers.free(entry, len(entry.token_ids))

@@ -207,7 +207,6 @@ class OutputStream:
 
 
 def _merge(into: RequestOutput, output: RequestOutput) -> None:
-    """Append a later output of the same request."""
     into.token_ids.extend(output.token_ids)
     if into.logprobs is None:
         into.logprobs = output.logprobs

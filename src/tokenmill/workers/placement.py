@@ -62,7 +62,6 @@ class WorkerPlacement(Protocol):
 
 @contextlib.contextmanager
 def open_placement(config: PoolConfig) -> Iterator[WorkerPlacement]:
-    """The placement that the config asks for."""
     if not wants_ray(config):
         yield ProcessPlacement(config)
         return

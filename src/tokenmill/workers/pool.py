@@ -104,12 +104,10 @@ class WorkerPool:
 
     @property
     def num_ready(self) -> int:
-        """Workers that take requests."""
         return self.routers.num_workers
 
     @property
     def failure(self) -> str:
-        """Why the pool is given up, or ""."""
         return self._lifecycle.failure
 
     @property
@@ -124,12 +122,10 @@ class WorkerPool:
 
     @property
     def num_held(self) -> int:
-        """Open requests that wait for a worker."""
         return sum(entry.slot is None for entry in self.open_requests.values())
 
     @property
     def num_free(self) -> int:
-        """Workers that take requests and have none."""
         busy = {entry.slot.name for entry in self.open_requests.values() if entry.slot is not None}
         return len(set(self.routers.main.workers) - busy)
 
@@ -235,7 +231,6 @@ class WorkerPool:
         await self.stats()
 
     async def renew_routers(self, policy: RouterPolicy | None = None) -> None:
-        """The same at all fronts."""
         self.renew_router(policy)
 
     async def refresh(self) -> None:

@@ -39,11 +39,9 @@ class Routers:
 
     @property
     def num_workers(self) -> int:
-        """Workers that take requests."""
         return len(self.main.workers) + len(self.prefill.workers)
 
     def of(self, slot: WorkerSlot) -> Router:
-        """The router that may choose a slot."""
         return self.prefill if slot.role == "prefill" else self.main
 
     def set_policy(self, policy: RouterPolicy) -> None:
@@ -61,7 +59,6 @@ class Routers:
             self._introduce(slot)
 
     def remove(self, slot: WorkerSlot) -> None:
-        """Stop the routers from choosing a worker."""
         self.of(slot).remove_worker(slot.name)
         if self.publisher is not None:
             self.publisher.forget(slot.name)
@@ -100,7 +97,6 @@ class Routers:
             self._pull(slot)
 
     def on_report(self, slot: WorkerSlot, report: LoadReport, made_ns: int) -> None:
-        """Take what a worker says that all fronts have there."""
         self.of(slot).report(slot.name, report, made_ns / 1e9, time.monotonic())
 
     def tell(self, decision: Decision, computes: bool = True) -> None:
@@ -144,7 +140,6 @@ class Routers:
             slot.send(GetKV(self.publisher is not None))
 
     def _account(self, entry: OpenRequest) -> None:
-        """Put a request on the accounts of the workers that have it."""
         slot, handover, num_prompt = entry.slot, entry.handover, entry.request.task.num_units
         if handover is not None and handover.source.name in self.prefill.workers:
             queued = 0 if handover.told else num_prompt

@@ -124,7 +124,6 @@ class PoolView(msgspec.Struct, frozen=True):
 
 
 def policy_view(policy: Policy) -> PolicyView:
-    """A policy, but for its arithmetic."""
     return PolicyView(policy.rule, policy.term, policy.reason, policy.knows_blocks)
 
 
@@ -151,7 +150,6 @@ class Choices:
                 _log.debug("%s -> %s%s: %s", request_id, decision.worker, by, decision.terms())
 
     def views(self) -> list[DecisionView]:
-        """Each of them, the oldest first."""
         return [
             DecisionView(
                 request_id=request_id,
@@ -170,7 +168,6 @@ class Choices:
 
 
 def worker_view(slot: WorkerSlot, router: Router, entries: list[OpenRequest]) -> WorkerView:
-    """A slot, with the requests that it has and the router that knows its blocks."""
     stats = slot.stats()
     known = slot.name in router.workers
     return WorkerView(

@@ -94,7 +94,6 @@ class RayPlacement:
             )
 
     def spawner(self, argv: Sequence[str], num_ranks: int = 1) -> CommandSpawn:
-        """What starts a worker and its further ranks."""
         return CommandSpawn(argv, num_ranks, self._start)
 
     async def _start(self, argv: Sequence[str], address: str, num_ranks: int) -> WorkerProcess:
@@ -216,7 +215,6 @@ def _num_nodes() -> int:
 
 
 def _wanting(bundles: Bundles) -> str:
-    """What a worker needs, and what is there."""
     counts = [f"{sum(bundle.values()):g}" for bundle in bundles.resources()]
     where = "on one node" if len(counts) == 1 else f"on {len(counts)} nodes"
     if bundles.strategy == "SPREAD":
@@ -270,13 +268,11 @@ class _WorkerHost:
         return self._process.pid
 
     def node(self) -> str:
-        """Ray's id of this node."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     def free_address(self, local: bool) -> str:
-        """An address of this node that nobody listens at."""
         import ray
 
         host = LOOPBACK if local else ray.util.get_node_ip_address()

@@ -123,7 +123,6 @@ class WorkerSlot:
         return self._link is not None and self._link.is_behind
 
     def send(self, message: ToWorker) -> None:
-        """Send a message to the worker, if there is one."""
         if self._link is not None:
             self._link.send(message)
 
@@ -151,7 +150,6 @@ class WorkerSlot:
 
     @property
     def latest_stats(self) -> EngineStats:
-        """What the worker that is there last told of itself."""
         return self._stats
 
     def stats(self) -> EngineStats:
@@ -173,7 +171,6 @@ class WorkerSlot:
         self._computed_s = 0.0
 
     def received_bytes(self) -> int:
-        """KV that came from other workers."""
         kv = self.facts.kv if self.facts is not None else None
         block_bytes = kv.block_bytes if kv is not None else 0
         return self.stats().num_kv_blocks_received * block_bytes
@@ -207,7 +204,6 @@ class Rate:
         self._counts: deque[list[int]] = deque()  # [second, tokens]
 
     def add(self, count: int) -> None:
-        """Count tokens that came now."""
         self.total += count
         second = int(time.monotonic())
         if self._counts and self._counts[-1][0] == second:
@@ -218,7 +214,6 @@ class Rate:
                 self._counts.popleft()
 
     def per_s(self) -> float:
-        """The mean over the last whole seconds."""
         second = int(time.monotonic())
         counts = [n for s, n in self._counts if second - RATE_WINDOW_S <= s < second]
         return sum(counts) / RATE_WINDOW_S
@@ -230,7 +225,6 @@ def _computed(stats: EngineStats) -> int:
 
 
 def _counters(stats: EngineStats) -> EngineStats:
-    """What remains of an engine that is gone."""
     stats.num_waiting = stats.num_running = stats.num_kv_blocks = stats.num_kv_blocks_used = 0
     stats.num_receiving = stats.num_leases = stats.num_gpus = 0
     stats.num_loading = 0

@@ -177,7 +177,6 @@ class WorkerLoop:
             self._links.released(events.expired)
 
     def _receive(self, wait_ms: int | None) -> None:
-        """Apply the messages that have arrived."""
         messages, self._running = self._links.receive(wait_ms)
         self._has_aborted = False
         for front, data in messages:

@@ -71,8 +71,6 @@ class BodyMemory:
 
 
 class BodyRoom:
-    """What one body, or one image, may take."""
-
     def __init__(self, memory: BodyMemory, account: str, num_free: int) -> None:
         self._memory = memory
         self._account = account

@@ -190,7 +190,6 @@ def _call(block: ToolUseBlock) -> EarlierCall:
 def _user(
     blocks: list[TextBlock | ImageBlock | ToolResultBlock], turn: int, used: set[str]
 ) -> list[Message]:
-    """Results of tools, each a message of its own, then what the user says."""
     messages: list[Message] = []
     parts: list[Part] = []
     for index, block in enumerate(blocks):

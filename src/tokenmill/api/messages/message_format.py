@@ -210,7 +210,6 @@ class MessageFormat:
         return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _current(self, kind: type[Any]) -> Any:
-        """The open block, if it is of this kind."""
         return self._blocks[-1] if self._is_open and isinstance(self._blocks[-1], kind) else None
 
     def _open(self, block: TextAnswer | ThinkingAnswer | ToolUseAnswer) -> bytes:

@@ -356,7 +356,6 @@ def _shown(value: Any) -> str:
 
 
 def expected(info: Info | None) -> str:
-    """A declared type in words."""
     members = [m for m in _members(info) if not isinstance(m, inspect.NoneType)]
     tagged = [m.tag for m in members if isinstance(m, inspect.StructType) and m.tag is not None]
     if len(tagged) > 1:

@@ -148,7 +148,6 @@ def _reason(error: ImageError) -> str:
 
 
 def mark_images(message: dict[str, Any]) -> None:
-    """Image parts as chat templates know them."""
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = [

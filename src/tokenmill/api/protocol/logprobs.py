@@ -96,7 +96,6 @@ def _by_token_id(
 
 
 def _by_id(token_id: int) -> str:
-    """vLLM's spelling."""
     return f"token_id:{token_id}"
 
 

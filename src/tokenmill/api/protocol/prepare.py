@@ -132,7 +132,6 @@ class Preparer:
         self._image_room: MakeRoom = boundless
 
     def within(self, image_room: MakeRoom) -> Preparer:
-        """This one for a call, whose images get their room there."""
         own = copy(self)
         own._image_room = image_room
         return own
@@ -346,7 +345,6 @@ class Preparer:
         kwargs: dict[str, Any] | None,
         template: ChatTemplate | None = None,
     ) -> str:
-        """The prompt that the chat template makes of the messages."""
         reserved = _RESERVED_KWARGS.intersection(kwargs or {})
         if reserved:
             names = ", ".join(sorted(reserved))
@@ -575,7 +573,6 @@ def _drop_without_effect(message: dict[str, Any]) -> None:
 
 
 def _choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Choices of one prompt draw from different seeds."""
     if sampling.seed is None or choice == 0:
         return sampling
     seed = sampling.seed + choice

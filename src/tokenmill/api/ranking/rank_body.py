@@ -51,7 +51,6 @@ async def read_body(
     request_timeout_s: float | None,
     most: int,
 ) -> RankBody:
-    """The same, and no other call waits for it."""
     work = body, in_msgpack, request_timeout_s, most
     if len(body) > LONG_BODY_BYTES:
         reading = processes.run(place.account, len(body), _read_elsewhere, *work)

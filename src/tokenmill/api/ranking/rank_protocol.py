@@ -37,8 +37,6 @@ class RankCandidates(Schema, kw_only=True):
 
 
 class RankUser(Schema, kw_only=True):
-    """One user and the candidates for this user."""
-
     user_id: Id
     history: RankHistory
     candidates: RankCandidates
@@ -89,7 +87,6 @@ class RankAnswer(AnswerSchema, kw_only=True):
 
 
 def task_of(user: RankUser, index: int, call: RankCall) -> Rank:
-    """What a worker gets of a user."""
     at, history, candidates = f"users[{index}]", user.history, user.candidates
     times = history.timestamps
     return Rank(
@@ -121,7 +118,6 @@ def _little_endian(values: array[Any]) -> array[Any]:
 
 
 def result_of(request_id: str | None, index: int, found: Scores, binary: bool) -> RankResult:
-    """The scores of a user as they are answered."""
     scores: Any = found.scores
     items: Any = found.item_ids
     if not binary:

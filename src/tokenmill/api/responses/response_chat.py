@@ -137,7 +137,6 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _content(content: str | Sequence[Part], path: str, takes_images: bool) -> Any:
-    """The text of a message, or its parts where some are images."""
     if isinstance(content, str) or not any(isinstance(p, InputImage) for p in content):
         return text_of(content)
     if not takes_images:

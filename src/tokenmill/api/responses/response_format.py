@@ -178,7 +178,6 @@ class ResponseFormat:
         return self._item_event("response.function_call_arguments.delta", {"delta": text})
 
     def _current(self, kind: type[Any]) -> Any:
-        """The open item, if it is of this kind."""
         output = self._response.output
         return output[-1] if self._is_open and isinstance(output[-1], kind) else None
 

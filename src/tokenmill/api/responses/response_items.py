@@ -71,8 +71,6 @@ class MessageItem(Schema, kw_only=True, tag_field="type", tag="message"):
 
 
 class FunctionCallItem(Schema, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of the model."""
-
     id: str | None = None
     call_id: str
     name: str
@@ -82,8 +80,6 @@ class FunctionCallItem(Schema, kw_only=True, tag_field="type", tag="function_cal
 
 
 class FunctionCallOutputItem(Schema, kw_only=True, tag_field="type", tag="function_call_output"):
-    """What a function returned."""
-
     id: str | None = None
     call_id: str
     output: str | list[InputText | InputImage]
@@ -101,8 +97,6 @@ class ReasoningItem(Schema, kw_only=True, tag_field="type", tag="reasoning"):
 
 
 class ItemReference(Schema, kw_only=True, tag_field="type", tag="item_reference"):
-    """An item of a stored response."""
-
     id: str
 
 

@@ -21,8 +21,6 @@ _DEFAULT_NAMESPACE = "functions"  # OpenAI's name for the functions without a na
 
 
 class FunctionTool(Schema, kw_only=True, tag_field="type", tag="function"):
-    """A function that the client runs."""
-
     name: Annotated[
         str,
         Meta(
@@ -92,7 +90,6 @@ def _pop_skipped(owner: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _chosen(choice: Any) -> list[dict[str, Any]]:
-    """The tools that a tool_choice names."""
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _objects(choice.get("tools"))
     return _objects([choice])

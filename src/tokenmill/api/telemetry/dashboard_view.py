@@ -81,11 +81,9 @@ class History:
 
     @property
     def events(self) -> list[Event]:
-        """The latest ones, the oldest first."""
         return list(self._events)
 
     def since(self, time_s: float) -> list[Sample]:
-        """Samples that are younger, the oldest first."""
         return [sample for sample in self._samples if sample.time_s > time_s]
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -56,5 +56,4 @@ def worker_views(pool: WorkerPool) -> list[JobWorkerView]:
 
 
 def facts_of(pool: WorkerPool) -> dict[str, Any]:
-    """What the first worker told of its engine."""
     return {} if pool.facts is None else pool.facts.about

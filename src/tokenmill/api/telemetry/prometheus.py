@@ -81,7 +81,6 @@ class Recent:
         self._values.append((time.monotonic(), value))
 
     def values(self) -> list[float]:
-        """Those of the window, the oldest first."""
         since_s = time.monotonic() - self.window_s
         while self._values and self._values[0][0] < since_s:
             self._values.popleft()
@@ -115,7 +114,6 @@ class CallMetrics:
         return generate_latest(self._registry)
 
     def derived(self) -> dict[str, Any]:
-        """Values of sources that are no attributes."""
         return {}
 
     def families(
@@ -227,7 +225,6 @@ class ServerMetrics(CallMetrics):
             self.recent_tpot_ms.add(times.tpot_ms)
 
     def counts(self) -> FrontCounts:
-        """All that was counted here, to be added to what other fronts have counted."""
         return FrontCounts(
             single={name: getattr(self, name) for name in _SINGLE},
             labelled={
@@ -317,7 +314,6 @@ def _tiers(counts: Mapping[str, float]) -> dict[str, Counts]:
 
 
 def _of_keys(accounts: Sequence[AccountView], price: float | None) -> dict[str, Counts]:
-    """What requests took by API key."""
     return {
         "gpu_seconds": {
             (each.name, part): getattr(each.cost, f"{part}_s")

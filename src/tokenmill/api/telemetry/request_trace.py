@@ -61,13 +61,11 @@ class CallTrace:
         self._span.set(facts)
 
     def requests(self, job: PreparedCall) -> list[RequestTrace]:
-        """One trace for each request of a job."""
         if not self._span.recording:
             return [NO_TRACE] * len(job.requests)
         return [RequestSpans(self._span, index) for index in range(len(job.requests))]
 
     def end(self, usage: Usage, reasons: list[str], error: ApiError | None) -> None:
-        """End the span of the call, with its usage or its error."""
         facts = {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,

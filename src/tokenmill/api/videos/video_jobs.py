@@ -120,7 +120,6 @@ class VideoJobs:
             await asyncio.gather(*self._ending, return_exceptions=True)
 
     def counts(self) -> dict[str, int]:
-        """Jobs by state."""
         counts = dict.fromkeys(("queued", "in_progress", "completed", "failed"), 0)
         for record in self.store:
             counts[self._status(record)] += 1
@@ -174,7 +173,6 @@ class VideoJobs:
         await self.store.delete(record.id)
 
     def shown(self, record: VideoRecord) -> VideoObject:
-        """A job as its owner sees it now."""
         live = self._live.get(record.id)
         shown = video_object(record, 0.0 if live is None else live.progress)
         shown.status = self._status(record)

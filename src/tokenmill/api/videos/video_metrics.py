@@ -33,13 +33,11 @@ class VideoMetrics(ServerMetrics):
         self.step_s, self.job_s = Histogram(_STEP_SECONDS), Histogram(_JOB_SECONDS)
 
     def render_jobs(self, pool: WorkerPool) -> bytes:
-        """The exposition text with the pool of now."""
         self._workers = worker_views(pool)
         self.num_worker_restarts, self.num_migrations = pool.num_restarts, pool.num_migrations
         return self.exposition()
 
     def count(self, record: VideoRecord) -> None:
-        """Count a job that has ended."""
         self.ended[record.status] += 1
         self.job_s.observe((time.time_ns() - record.created_ns) / 1e9)
 

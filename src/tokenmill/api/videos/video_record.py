@@ -50,7 +50,6 @@ class VideoRecord(msgspec.Struct, kw_only=True):
         return self.status in FINISHED
 
     def request(self) -> Request[Video]:
-        """What an engine runs."""
         return Request(self.id, Video(self.prompt_token_ids, self.params))
 
 
@@ -84,8 +83,6 @@ class VideoObject(AnswerSchema, kw_only=True):
 
 
 class VideoList(AnswerSchema, kw_only=True):
-    """A page of jobs."""
-
     object: Literal["list"] = "list"
     data: list[VideoObject]
     first_id: str | None = None

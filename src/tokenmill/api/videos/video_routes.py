@@ -48,8 +48,6 @@ _GONE = "was removed meanwhile, by a call or to make room (--video-storage); ask
 
 
 class VideoPath(answers.AnswerSchema, kw_only=True):
-    """Where the server has the file."""
-
     video_id: str
     video_path: str
 
@@ -118,7 +116,6 @@ class VideoState:
         return self.jobs.store.get(request.path_params["video_id"], request.state.account)
 
     async def create(self, request: Request, call: VideoRequest, waits: bool) -> VideoRecord:
-        """Take the job of a call."""
         self.calls.check_draining()
         if call.model is not None and call.model != self.model:
             raise unknown_model(call.model, self.model)
@@ -131,7 +128,6 @@ class VideoState:
         return record
 
     async def delete(self, record: VideoRecord) -> None:
-        """Forget a job."""
         try:
             await self.jobs.delete(record)
         except StoreError as error:
@@ -229,13 +225,11 @@ async def _waited(state: VideoState, request: Request, record: VideoRecord) -> V
 
 
 async def _left(request: Request) -> None:
-    """Wait for the client to go."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _failure(error: VideoError) -> ApiError:
-    """What a call is told whose job failed."""
     field, _, rest = error.message.partition(": ")
     if error.code == "invalid" and rest:
         return ApiError(400, error.message, field, "invalid_value")

@@ -93,7 +93,6 @@ async def resume(jobs: VideoJobs, model: str) -> None:
 
 @contextlib.asynccontextmanager
 async def running(jobs: VideoJobs) -> AsyncIterator[None]:
-    """The jobs while the block runs."""
     task = asyncio.create_task(jobs.run())
     try:
         yield
@@ -122,7 +121,6 @@ def video_state(
 
 
 def create_app(client: WorkerPool, state: VideoState, facts: dict[str, Any]) -> FastAPI:
-    """The app over workers that were started."""
     api = partial(document, VIDEOS, __version__, state.model, state.keys.ring.is_needed)
 
     async def metrics() -> bytes:

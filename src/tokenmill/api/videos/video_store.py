@@ -59,7 +59,6 @@ class VideoStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files of all finished jobs."""
         return sum(self._sizes.values())
 
     def __iter__(self) -> Iterator[VideoRecord]:
@@ -69,7 +68,6 @@ class VideoStore:
         return video_id in self._records
 
     def get_or_none(self, video_id: str) -> VideoRecord | None:
-        """A job that may be gone."""
         return self._records.get(video_id)
 
     def get(self, video_id: str, owner: str) -> VideoRecord:
@@ -81,7 +79,6 @@ class VideoStore:
         return record
 
     def path(self, record: VideoRecord, kind: str = "mp4") -> Path:
-        """A file of a job."""
         return self.folder / f"{record.id}.{kind}"
 
     async def add(self, record: VideoRecord) -> None:
@@ -122,7 +119,6 @@ class VideoStore:
         return await self._finish(done, size)
 
     async def fail(self, record: VideoRecord, error: VideoError) -> VideoRecord:
-        """Keep why a job has no video."""
         done = msgspec.structs.replace(
             record, status="failed", completed_ns=time.time_ns(), error=error
         )
@@ -269,7 +265,6 @@ def _is_whole(path: Path, record: VideoRecord) -> bool:
 
 
 def _size(folder: Path, video_id: str) -> int:
-    """The bytes of all files of a job."""
     paths = (folder / f"{video_id}.{kind}" for kind in ("json", "mp4", "png"))
     return sum(path.stat().st_size for path in paths if path.exists())
 
@@ -297,7 +292,6 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk keep which files a folder has."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

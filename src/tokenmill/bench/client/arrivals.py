@@ -44,7 +44,6 @@ class ClientLoad:
 
     @property
     def name(self) -> str:
-        """The point in a table."""
         if self.concurrency is not None:
             return f"concurrency {self.concurrency}"
         if self.arrival == "trace":

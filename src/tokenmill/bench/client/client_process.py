@@ -205,7 +205,6 @@ async def _sleep_until(planned_ns: int) -> None:
 
 
 async def _watch(health: ClientHealth) -> None:
-    """Note when the loop comes late to a pulse."""
     due_s = time.monotonic() + PULSE_S
     while True:
         await asyncio.sleep(due_s - time.monotonic())
@@ -228,7 +227,6 @@ def run_process(task: Task, counters: Any, tickets: Any, pipe: Pipe) -> None:
 
 
 def loop_factory() -> Any:
-    """uvloop's loop where it is installed."""
     try:
         import uvloop
     except ModuleNotFoundError:

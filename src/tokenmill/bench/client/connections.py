@@ -83,7 +83,6 @@ class LoadExchange:
     is_complete: bool = False  # [DONE] has come
 
     def receive(self, data: bytes, now_ns: int) -> None:
-        """Part of the body."""
         if not self.is_stream:
             self.body += data
             return
@@ -133,7 +132,6 @@ class LoadExchange:
             record.image_tokens = usage.prompt_tokens_details.image_tokens
 
     def fail(self, error: str, detail: str = "") -> None:
-        """The first error counts."""
         if self.record.error is None:
             self.record.error, self.record.detail = error, detail
 
@@ -165,7 +163,6 @@ class LoadExchange:
         self._take(answer, now_ns)
 
     def close(self, now_ns: int) -> None:
-        """Nothing more will come."""
         self.record.end_ns = now_ns
         if self.keep_text:
             self.record.text = "".join(self.texts)

@@ -57,7 +57,6 @@ class PromptTurn:
 
     @property
     def said(self) -> str | list[Message]:
-        """The content with the images in it."""
         return [{"role": "user", "content": self.spoken}] if self.images else self.content
 
 
@@ -345,7 +344,6 @@ class Shuffled:
         return self.dataset.parts(self._index(index))
 
     def _index(self, index: int) -> int:
-        """Of the same pass in the dataset."""
         number, place = divmod(index, self.pass_size)
         return number * self.pass_size + _order(self.seed, number, self.pass_size)[place]
 

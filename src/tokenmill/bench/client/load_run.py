@@ -177,7 +177,6 @@ NUM_TOKENS = 32  # of the null server's answers
 
 
 def answer_of(api: str, stream: bool) -> bytes:
-    """The bytes of the null server's one answer."""
     usage: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": NUM_TOKENS}
     usage["total_tokens"] = NUM_TOKENS + 1
     if not stream:

@@ -188,7 +188,6 @@ def request_body(
 
 
 def write_records(path: Path, records: Iterable[LoadRecord]) -> None:
-    """One JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.writelines(_encode(record) + b"\n" for record in records)

@@ -23,8 +23,6 @@ Z_95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one point gave."""
-
     load: float
     tok_s: float
     num_answered: int  # failures included
@@ -81,7 +79,6 @@ class SearchOutcome:
     tried: dict[float, Tried]
 
     def fields(self) -> dict[str, Any]:
-        """Those of a SaturationReport."""
         tried = [
             TriedLoad(
                 load=load,

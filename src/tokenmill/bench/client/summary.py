@@ -157,7 +157,6 @@ def summarize_point(
 
 
 def _seconds(whole: Sequence[LoadRecord]) -> float:
-    """From the first request to the last output."""
     if not whole:
         return 0.0
     begin = min(r.sent_ns for r in whole)
@@ -316,7 +315,6 @@ def _price(point: PointReport, price: Price) -> PriceReport:
 
 
 def count_tokens(records: Iterable[LoadRecord], count: Callable[[str], int]) -> None:
-    """Note in each record what a tokenizer counts in its text."""
     for record in records:
         if record.text is not None:
             record.counted_tokens = count(record.text)

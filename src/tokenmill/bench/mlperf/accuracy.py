@@ -154,7 +154,6 @@ class Rouge:
     trained: bool  # punkt's English model was found
 
     def sentences(self, text: str) -> str:
-        """One sentence a line."""
         return "\n".join(self.split(text.strip()))
 
     def score(self, answer: str, target: str) -> dict[str, float]:
@@ -322,7 +321,6 @@ def _names_one(answer: str, target: str) -> bool:
 
 
 def _letter(answer: str) -> str | None:
-    """The choice that is named last, or boxed."""
     if named := _LETTER.findall(answer):
         return str(named[-1]).upper()
     boxed = _boxed(answer)

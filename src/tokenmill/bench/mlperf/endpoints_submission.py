@@ -38,8 +38,6 @@ _LINE = re.compile(r'\[+([\w.]+)\]|(\w+) = ""(?:  # (a number))?')
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """The checked tables."""
-
     submission: dict[str, Any]
     point: dict[str, Any]
     seeds: dict[str, int]
@@ -55,7 +53,6 @@ class Disclosure:
 
     @property
     def power(self) -> Path | None:
-        """system_power.json, where one is given."""
         return Path(self.submission["power"]) if "power" in self.submission else None
 
 
@@ -212,7 +209,6 @@ class CampaignFacts:
     reasons: Sequence[str]  # why this is not a valid submission
 
     def seconds(self, point: MeasuredPoint) -> float:
-        """How long the point had to be."""
         return self.min_durations_s[point.concurrency]
 
     @property
@@ -277,7 +273,6 @@ def _write_point(
 
 
 def point_yaml(campaign: CampaignFacts, point: MeasuredPoint) -> Fields:
-    """The disclosure of one point."""
     disclosure, regions = campaign.disclosure, campaign.regions
     return {
         "concurrency": point.concurrency,

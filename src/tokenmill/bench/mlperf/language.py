@@ -110,7 +110,6 @@ class LanguageTask(BenchmarkTask):
         return data.decode()
 
     def count_of(self, text: str, logged: int) -> int:
-        """Tokens of an answer."""
         return logged
 
 

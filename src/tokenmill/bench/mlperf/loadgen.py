@@ -46,7 +46,6 @@ class SystemUnderTest(Protocol):
 
 
 def load_library() -> Any:
-    """LoadGen, or one sentence on how to get it."""
     try:
         import mlperf_loadgen
     except ModuleNotFoundError:

@@ -205,7 +205,6 @@ def given_up_fields(run: MlperfRun, why: str, times: Sequence[RequestTimes]) -> 
 
 
 def token_latencies(times: Sequence[RequestTimes]) -> dict[str, dict[str, float]]:
-    """TTFT and TPOT by our own stamps."""
     return {
         "ttft": summarize((t.ttft_ms for t in times), 3),
         "tpot": summarize((t.tpot_ms for t in times), 3),

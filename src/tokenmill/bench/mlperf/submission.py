@@ -169,7 +169,6 @@ def write_measurements(
     transformation: str,
     notices: list[str],
 ) -> None:
-    """user.conf and measurements.json beside the results."""
     folder = layout.scenario_folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "user.conf").write_text(user_conf, encoding="utf-8")

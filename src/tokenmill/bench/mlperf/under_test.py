@@ -110,7 +110,6 @@ class BenchmarkTask(ABC):
         raise NotImplementedError
 
     def body(self, sample: int) -> bytes:
-        """The JSON of a call."""
         raise NotImplementedError
 
     def read(self, sample: int, body: bytes) -> array[Any]:
@@ -118,7 +117,6 @@ class BenchmarkTask(ABC):
         raise NotImplementedError
 
     def max_tokens(self, sample: int) -> int | None:
-        """That an answer may have."""
         return None
 
 
@@ -198,7 +196,6 @@ class QueryTally:
     failed_in_a_row: int = 0
 
     def take(self, record: LoadRecord, checks_usage: bool) -> None:
-        """Count one request that has ended."""
         if record.error is not None:
             self.num_failed += 1
             self.failed_in_a_row += 1
@@ -253,7 +250,6 @@ class UrlUnderTest:
         ]
 
     def facts(self, url: str) -> Fields:
-        """What is reported of the server."""
         return {
             "url": url,
             "dtype": "as served",
@@ -391,7 +387,6 @@ class UrlUnderTest:
 
 
 def target_of(settings: Settings, url: str) -> Endpoint:
-    """A server whose answers are no streams."""
     return Endpoint(
         url=url,
         model="",

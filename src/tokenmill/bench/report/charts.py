@@ -76,7 +76,6 @@ class Chart(msgspec.Struct):
 
 
 def short(value: float) -> str:
-    """Three digits that matter."""
     size = abs(value)
     if size >= 999_500:
         return f"{value / 1e6:.3g}M"
@@ -167,7 +166,6 @@ def cumulative(
 
 
 def _percentile_marks(values: Sequence[float]) -> list[Mark]:
-    """Of the percentiles for which there are enough values."""
     few = too_few_for(len(values))
     return [Mark(n, percentile(values, p)) for n, p in PERCENTS.items() if n not in few]
 

@@ -249,7 +249,6 @@ def _value_tiles(point: PointReport) -> list[PageTile]:
 
 
 def _sweep_tiles(points: Sequence[PointReport]) -> list[PageTile]:
-    """The best of each figure, and where it was."""
     best = max(points, key=lambda p: p.output_tok_s)
     tiles = [PageTile("Highest throughput", short(best.output_tok_s), "tok/s", best.load)]
     streamed = [p for p in points if p.tok_s_user]

@@ -68,8 +68,6 @@ class PagePart(msgspec.Struct, tag_field="kind", tag=str.lower):
 
 
 class Text(PagePart):
-    """A coloured cell."""
-
     text: str
     tone: str
 
@@ -113,8 +111,6 @@ class Grid(PagePart):
 
 
 class Folded(PagePart):
-    """What opens with a click."""
-
     summary: str
     blocks: Sequence[PagePart]
 
@@ -157,7 +153,6 @@ def render(page: ReportPage) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a screen can show."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -172,7 +167,6 @@ def pairs(values: Mapping[str, Any]) -> Pairs:
 
 
 def plain(value: Any) -> str:
-    """A value of a configuration as one reads it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
@@ -195,5 +189,4 @@ def facts_sections(configuration: Mapping[str, Any], facts: Facts, machine: str)
 
 
 def started(facts: Facts) -> str:
-    """When the run began, for a chip."""
     return facts.started_at.replace("T", " ").removesuffix("+00:00") + " UTC"

@@ -56,7 +56,6 @@ class PointRecords:
         return {name: values for name, values in present.items() if values}
 
     def limits(self, name: str) -> list[Mark]:
-        """The limit of the SLO on a latency."""
         limit = getattr(self.summary.goodput or None, f"{name}_ms", None)
         return [Mark("limit", limit, limit=True)] if limit else []
 
@@ -154,7 +153,6 @@ def _load_name(point: PointReport) -> str:
 
 
 def against_load(points: Sequence[PointReport]) -> Iterable[Chart]:
-    """Throughput and latency percentiles, point by point."""
     unit = "output tok/s"
     rates = {unit: [point.output_tok_s for point in points]}
     yield _by_load("Throughput", points, unit, rates)

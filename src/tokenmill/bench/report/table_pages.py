@@ -64,7 +64,6 @@ def comparison_page(report: CompareReport, footnote: str) -> ReportPage:
 
 
 def _verdict(one: Comparison) -> Notice:
-    """With what puts it in doubt, and with what decided."""
     doubts = f": {', '.join(one.doubts)}" if one.doubts else ""
     facts = [f"{name}: {', '.join(texts)}" for name, texts in one.headline.items()]
     title = f"{one.other} against {one.baseline}: {one.verdict}{doubts}"

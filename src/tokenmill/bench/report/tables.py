@@ -242,7 +242,6 @@ def _csv(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _csv_cell(value: Any) -> Any:
-    """Text that would be a formula gets an apostrophe."""
     if isinstance(value, float):
         return f"{value:.6f}"
     if isinstance(value, str) and value.startswith(FORMULA):

@@ -42,7 +42,6 @@ class Windows:
 
 
 def counted(windows: Windows, moments_ns: Sequence[int]) -> list[float]:
-    """How many moments are in each window."""
     counts = [0.0] * windows.count
     for at_ns in moments_ns:
         counts[windows.index(at_ns)] += 1
@@ -50,7 +49,6 @@ def counted(windows: Windows, moments_ns: Sequence[int]) -> list[float]:
 
 
 def in_flight(windows: Windows, spans_ns: Sequence[tuple[int, int]]) -> list[float]:
-    """The mean number of spans open in each window."""
     totals = [0.0] * windows.count
     for begin, end in spans_ns:
         for index, part in _parts(windows, begin, end):
@@ -61,7 +59,6 @@ def in_flight(windows: Windows, spans_ns: Sequence[tuple[int, int]]) -> list[flo
 def spread(
     windows: Windows, spans_ns: Sequence[tuple[int, int]], amounts: Sequence[int]
 ) -> list[float]:
-    """Amounts per second in each window, each spread evenly over its span."""
     rates = [0.0] * windows.count
     for (begin, end), amount in zip(spans_ns, amounts, strict=True):
         length = max(end - begin, 1)

@@ -91,7 +91,6 @@ class MetricRow:
 
     @property
     def speedup(self) -> float:
-        """The ratio in the direction of better."""
         ratio = self.other / self.baseline
         return ratio if self.metric.higher else 1 / ratio
 
@@ -237,7 +236,6 @@ def _unlike(first: ResultPoint, second: ResultPoint, same_tool: bool) -> list[st
 def _differences(
     baseline: ToolResult, other: ToolResult, pairs: Iterable[tuple[ResultPoint, ResultPoint]]
 ) -> list[str]:
-    """What makes the comparison a weak one."""
     found = []
     same_tool = baseline.tool == other.tool
     if not same_tool:

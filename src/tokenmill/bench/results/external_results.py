@@ -40,7 +40,6 @@ VLLM_CONFIG = (
 
 
 def is_aiperf(data: Json) -> bool:
-    """AIPerf stamps its version."""
     return "aiperf_version" in data or ("input_config" in data and "request_throughput" in data)
 
 
@@ -117,7 +116,6 @@ def _aiperf_gpus(data: Json) -> int | None:
 
 
 def is_guidellm(data: Json) -> bool:
-    """A report of benchmarks with their strategies."""
     return isinstance(data.get("benchmarks"), list) and "metadata" in data
 
 

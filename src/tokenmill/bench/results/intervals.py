@@ -130,7 +130,6 @@ def _of_percentile(array: np.ndarray, share: float, num_batches: int) -> Interva
 def _half_width(
     variance: float, degrees: float, batches: tuple[float, float]
 ) -> tuple[float, float]:
-    """Of the wider interval, and its degrees of freedom."""
     quantile = (1 + CONFIDENCE) / 2
     found = t_quantile(quantile, degrees) * math.sqrt(variance), degrees
     by_batches = t_quantile(quantile, batches[1]) * math.sqrt(batches[0]), batches[1]
@@ -229,7 +228,6 @@ def from_samples(
 
 
 def from_runs(value: float, runs: Sequence[float]) -> Estimate | None:
-    """A value that stands for several whole runs."""
     if len(runs) < 2 or value <= 0 or min(runs) <= 0:
         return None
     variance = float(np.log(np.asarray(runs)).var(ddof=1)) / len(runs)

@@ -32,7 +32,6 @@ class GateReport(msgspec.Struct, omit_defaults=True):
 
     @property
     def required(self) -> str:
-        """The bounds in words."""
         if self.max is None:
             return f"at least {self.min:,.4f}"
         return f"{self.min:,.4f} to {self.max:,.4f}" if self.min else f"at most {self.max:,.4f}"
@@ -107,7 +106,6 @@ class MlperfReport(
 
     @property
     def headline(self) -> str:
-        """Which model ran, and under which load."""
         load = f"MLPerf {self.mlperf_benchmark}, {self.scenario}"
         model = self.model.rstrip("/").rpartition("/")[2]
         return f"{model} under the load of {load}" if model else load
@@ -127,7 +125,6 @@ class MlperfReport(
 
     @property
     def latencies(self) -> dict[str, LatencyMs]:
-        """Those that there are, by the names of the limits."""
         found = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "latency": self.latency_ms}
         return {name: summary for name, summary in found.items() if summary}
 

@@ -39,8 +39,6 @@ class Occurrence(Report, kw_only=True):
 
 
 class TooFew(Report, kw_only=True):
-    """Percentiles for which there are too few values."""
-
     num_values: int
     percentiles: list[str]
 
@@ -163,8 +161,6 @@ class PointReport(Report, kw_only=True):
 
 
 class PromptsReport(Report, kw_only=True):
-    """Where the prompts of a run came from."""
-
     seed: int
     seed_drawn: bool
     same_at_every_point: bool
@@ -289,8 +285,6 @@ class Comparison(Report, kw_only=True):
 
 
 class RoundReport(Report, kw_only=True):
-    """One of the results that are compared."""
-
     name: str
     source: str
     tool: str

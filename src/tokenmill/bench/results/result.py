@@ -64,7 +64,6 @@ class ToolResult:
 
 
 def load_key(concurrency: Any, rate: Any, name: str) -> tuple[str, tuple[str, Any]]:
-    """The words for a load, and the key that it is matched by."""
     if concurrency is not None:
         return f"concurrency {concurrency:g}", ("concurrency", float(concurrency))
     if rate is not None:
@@ -87,7 +86,6 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def present(values: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that are numbers."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -96,5 +94,4 @@ def present(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def per_request(total: Any, count: Any) -> float | None:
-    """The mean of a total over requests."""
     return total / count if total is not None and count else None

@@ -41,7 +41,6 @@ class KeyRing:
 
     @property
     def has_tenants(self) -> bool:
-        """Several accounts share the server."""
         return len(set(self.accounts.values())) > 1
 
     def is_control(self, key: str) -> bool:

@@ -77,7 +77,6 @@ class HstuSpec:
         return float(tokens * token + candidates * (item + head))
 
     def config(self) -> Settings:
-        """The content of a config.json that reads as this spec."""
         return {"architectures": [ARCHITECTURE], **asdict(self)}
 
 

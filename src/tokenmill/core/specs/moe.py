@@ -32,7 +32,6 @@ class MoESpec:
         return 3 * hidden * self.intermediate_size
 
     def bias_params(self, hidden: int) -> int:
-        """Biases of a sparse layer."""
         of_expert = (1 + 2 * self.intermediate_size + hidden) * self.bias + self.correction_bias
         return self.num_experts * of_expert
 

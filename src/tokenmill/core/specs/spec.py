@@ -290,7 +290,6 @@ def even_windows(architecture: str, settings: Settings) -> Windows:
 
 
 def listed_windows(settings: Settings) -> Windows:
-    """The window of each layer by layer_types."""
     layer_types: list[str] = settings["layer_types"]
     window, num_layers = read_window(settings), positive_int(settings, "num_hidden_layers")
     if len(layer_types) != num_layers:

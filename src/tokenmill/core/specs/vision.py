@@ -55,7 +55,6 @@ class VisionSpec:
         return 1 + len(self.deepstack_layers)
 
     def num_params(self) -> int:
-        """Parameters of the encoder and its mergers."""
         hidden, inner, merged = self.hidden_size, self.intermediate_size, self.merged_size
         outer = (self.patch_dim + 1) * hidden + self.grid_side**2 * hidden
         layer = 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + hidden + 4 * hidden

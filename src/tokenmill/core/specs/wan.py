@@ -109,7 +109,6 @@ class VaeSpec:
 
     @property
     def spatial_stride(self) -> int:
-        """Pixels of a side of one latent."""
         return 1 << (len(self.dim_mult) - 1)
 
     @property

@@ -51,7 +51,6 @@ class Eagle3Files:
 
 
 def is_eagle3(path: Path) -> bool:
-    """Whether a folder holds such a head."""
     file = path / "config.json"
     return path.is_dir() and file.is_file() and bool(set(_config(file)["architectures"]) & _NAMES)
 

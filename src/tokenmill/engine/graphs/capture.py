@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CaptureLimits:
-    """What the capture of all graphs may take."""
-
     seconds: float
     memory_bytes: int
 
@@ -71,7 +69,6 @@ class CaptureReport:
         self.padded_rows += size - rows
 
     def describe(self) -> str:
-        """One line for the log."""
         return (
             f"captured {self.captured} of {self.planned} CUDA graphs for decode steps of up to "
             f"{self.max_size} requests and other steps of up to {self.piecewise_tokens} tokens "
@@ -98,7 +95,6 @@ class CaptureReport:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For the report of a benchmark."""
         return {
             "captured": self.captured,
             "planned": self.planned,

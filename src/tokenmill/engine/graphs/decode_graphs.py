@@ -62,7 +62,6 @@ class DecodeGraphs:
         return jobs_for(self.sizes, lambda size: self._capture(size, pool))
 
     def start(self, report: CaptureReport) -> None:
-        """Use what was captured, and count in the report how."""
         self.sizes = report.decode_sizes = sorted(self._graphs)
         self.report, report.max_size = report, self.max_size
 

@@ -49,7 +49,6 @@ def most_padding(captured: Sequence[int]) -> float:
 
 
 def without_graph(captured: Sequence[int], max_size: int) -> list[range]:
-    """The batch sizes up to max_size that no graph takes, as ranges."""
     missing: list[range] = []
     for count in range(1, max_size + 1):
         if graph_for(captured, count) is None:

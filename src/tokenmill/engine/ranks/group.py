@@ -326,7 +326,6 @@ class Inbox:
 
 @contextlib.contextmanager
 def _listen(placed: str | None, folder: Path) -> Iterator[tuple[Listener, bytes]]:
-    """Where ranks call, and the key they need."""
     if placed is None:
         key = secrets.token_bytes(32)
         with Listener(str(folder / "calls"), authkey=key) as listener:

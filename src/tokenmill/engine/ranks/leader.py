@@ -52,7 +52,6 @@ class LeadingEngine(LanguageEngine):
         self._group, self._rebalancer = group, rebalancer
 
     def step(self, hold_context: bool = False) -> list[RequestOutput]:
-        """Run one batch on all ranks."""
         with self._group.together():
             return super().step(hold_context)
 
@@ -103,7 +102,6 @@ class OwnEngine:
         return self.over(list(map(leaving_output, outputs)))
 
     def over(self, outputs: list[RequestOutput]) -> RoundOver:
-        """What a round was here."""
         events = pack_events(self.take_events())
         if self.kv is None:
             return RoundOver(outputs, events, self.state())
@@ -146,7 +144,6 @@ class DataParallelEngine:
         self.tiers = own.engine.tiers  # those of rank 0; each rank has its own
 
     def submit(self, request: Request) -> None:
-        """Queue a request for the next round."""
         request_id = request.request_id
         if request_id in self._new or request_id in self._rank_of:
             message = f"request_id {request_id!r} is already in use"
@@ -156,7 +153,6 @@ class DataParallelEngine:
             self._new[request_id] = request
 
     def abort(self, request_id: str) -> None:
-        """End a request in the next round."""
         self._aborted.append(request_id)
 
     def reset_prefix_cache(self) -> None:
@@ -173,7 +169,6 @@ class DataParallelEngine:
         return moving or any(state.has_work for state in self._states)
 
     def step(self) -> list[RequestOutput]:
-        """One round of all ranks."""
         watching = self.kv is not None and self.kv.wait_ms() is not None
         if not self.has_work() and not watching:
             self._group.check()
@@ -205,7 +200,6 @@ class DataParallelEngine:
         return outputs
 
     def _take(self, rank: int, over: RoundOver) -> list[RequestOutput]:
-        """Note what a round was on a rank."""
         self._states[rank] = over.state
         self._caches.apply(rank, unpack_events(over.events))
         if self.kv is not None and over.kv_events is not None:
@@ -222,7 +216,6 @@ class DataParallelEngine:
         return outlooks
 
     def _hand_out(self) -> tuple[list[list[Request]], list[list[str]]]:
-        """The new requests and the aborts of each rank."""
         submits: list[list[Request]] = [[] for _ in self._states]
         aborts: list[list[str]] = [[] for _ in self._states]
         new, self._new = list(self._new.values()), {}
@@ -246,7 +239,6 @@ class DataParallelEngine:
         return submits, aborts
 
     def stats(self) -> EngineStats:
-        """Return the sums over all ranks."""
         self._group.check()
         total = reduce(add_stats, (state.stats for state in self._states))
         # Since the last round all ranks wait.
@@ -272,7 +264,6 @@ class DataParallelEngine:
 
 
 def with_balance(stats: EngineStats, rebalancer: Rebalancer | None) -> EngineStats:
-    """Return the stats, with those of the rebalancer if there is one."""
     if rebalancer is not None:
         stats.num_rebalances = rebalancer.num_rebalances
         stats.num_expert_bytes_moved = rebalancer.num_bytes_moved

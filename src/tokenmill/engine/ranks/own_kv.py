@@ -71,7 +71,6 @@ class RanksExchange:
         self._releases.append(request_id)
 
     def take_events(self) -> KVTransferEvents:
-        """What happened since the last call."""
         events, self._events = self._events, KVTransferEvents([], [], [])
         return events
 

@@ -212,7 +212,6 @@ def receive(connection: Connection) -> RankMessage:
 
 @cache
 def _decoder() -> msgspec.msgpack.Decoder[Any]:
-    """Of all messages that modules of this process declare."""
     return msgspec.msgpack.Decoder(reduce(or_, RankMessage.__subclasses__()))
 
 
@@ -225,12 +224,10 @@ def expect(message: RankMessage, kind: type[Kind]) -> Kind:
 
 
 def leaving(request: Request) -> Request:
-    """A request as it travels."""
     return _shifted(request, -time.monotonic_ns())
 
 
 def arrived(request: Request) -> Request:
-    """A request that has travelled."""
     return _shifted(request, time.monotonic_ns())
 
 
@@ -250,6 +247,5 @@ def leaving_output(output: RequestOutput) -> RequestOutput:
 
 
 def arrived_output(output: RequestOutput) -> RequestOutput:
-    """An output that has travelled."""
     scheduled_ns = output.scheduled_ns and output.scheduled_ns + time.monotonic_ns()
     return replace(output, scheduled_ns=scheduled_ns)

@@ -82,7 +82,6 @@ class Rebalancer:
         return rows
 
     def _forget(self) -> None:
-        """Start to count anew."""
         self._turns = 0
         for experts in self._experts:
             experts.num_rows.zero_()

@@ -44,7 +44,6 @@ class GroupLink:
     def open(
         self, scheduler: Scheduler, kv_cache: KVCache, spec: ModelSpec, dtype: str
     ) -> KVTransfer:
-        """Make the caches of all ranks reachable."""
         pool = scheduler.pool
         connectors, own = self._link.reach(kv_cache, spec, dtype, pool.block_size, pool.num_blocks)
         others = tuple(message.address for message in self._calls.group.hear(KVReachable))
@@ -54,8 +53,6 @@ class GroupLink:
 
 @dataclass(slots=True)
 class PendingCall:
-    """Something that the other ranks do."""
-
     missing: int  # answers
     error: str | None = None
 
@@ -120,7 +117,6 @@ class GroupWork:
         return bool(self._own.result())
 
     def add_done_callback(self, call: Callable[[Future[None]], object], /) -> None:
-        """Call when this rank's part is here."""
         assert isinstance(self._own, Future)
         self._own.add_done_callback(call)
 

@@ -54,16 +54,13 @@ class StepLeader:
         self._group.ranks.broadcast(torch.stack([slots.int(), tokens]))
 
     def tell_capture(self) -> None:
-        """Have all ranks capture their graphs, which they do in step."""
         self._group.tell(CaptureGraphs())
 
     def tell_short_prompts(self, most: dict[int, int]) -> None:
-        """Say when short prompts run by themselves."""
         self._group.tell(ShortPrompts(most))
 
 
 def pack_batch(batch: Batch, sampler: StepSampler) -> StepBatch:
-    """What the runners of other ranks need of a batch."""
     seqs = [seq for seq, _ in batch.items]
     all_best = sampler.wants_best([*seqs])
     token_ids: list[int] = []

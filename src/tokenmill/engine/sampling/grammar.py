@@ -104,7 +104,6 @@ class GrammarCompiler:
         self._permitted = _permitted(info.decoded_vocab, size)
 
     def compile_any(self, structured: StructuredOutput) -> Source:
-        """Compile a grammar, or the grammars of all branches."""
         if structured.kind == "any":
             return AnyText()
         if structured.kind != "branches":
@@ -181,7 +180,6 @@ def _checked_schema(schema: Any) -> Any:
 
 
 def _checked_tag(node: Any) -> Any:
-    """A structural tag with its JSON schemas checked."""
     if isinstance(node, list):
         return [_checked_tag(child) for child in node]
     if not isinstance(node, dict):

@@ -100,7 +100,6 @@ class GrammarRow:
         return self._masks if known and not self.pending and not self.error else None
 
     def take(self, masks: list[Bitmask | None], error: str | None) -> None:
-        """The answer to its question."""
         self.pending, self._masks, self.error = False, masks, error
 
 
@@ -110,8 +109,6 @@ def _ending_ids(seq: Sequence) -> list[int]:
 
 
 class GrammarProcess:
-    """One grammar of an account, and who follows it."""
-
     def __init__(self, structured: StructuredOutput, account: _Account) -> None:
         self.structured, self.account = structured, account
         self.connection: socket.socket | None = None  # None: not begun, or over
@@ -124,7 +121,6 @@ class GrammarProcess:
         self._outgoing, self._incoming = b"", bytearray()
 
     def begin(self, connection: socket.socket) -> None:
-        """Compile the grammar, when it is this process's turn."""
         self.connection = connection
         self.account.num_processes += 1
         self.ask(self.structured)
@@ -192,14 +188,12 @@ class GrammarProcess:
             self.rest()
 
     def rest(self) -> None:
-        """Let others of the account have their turn."""
         if self.active:
             self.active = False
             self.account.num_active -= 1
             self.account.start_next()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None

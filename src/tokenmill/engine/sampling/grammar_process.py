@@ -76,8 +76,6 @@ class GrammarAsk:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The sequence has ended."""
-
     row: int
 
 
@@ -242,7 +240,6 @@ class _Answers:
         self._outgoing, self._sent_s = bytearray(), 0.0
 
     def questions(self) -> Iterator[Any]:
-        """All that is said, one by one."""
         while True:
             yield from pickle.load(self._reader)
             self._flush()

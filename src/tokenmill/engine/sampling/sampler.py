@@ -80,7 +80,6 @@ class TokenCounts:
         self._num_outputs = np.zeros(64, np.float32)
 
     def copy(self) -> TokenCounts:
-        """The same counts, to go on by themselves."""
         other = TokenCounts()
         other._slots, other._num_seen = dict(self._slots), self._num_seen
         other._ids, other._num_outputs = self._ids.copy(), self._num_outputs.copy()
@@ -356,7 +355,6 @@ def _penalise(row: Row, seq: SampledRow, newest: int) -> None:
 def _with_output(
     ids: NDArray[np.int32], num_outputs: Row, token: int
 ) -> tuple[NDArray[np.int32], Row]:
-    """The same counts and one generated token more."""
     if token not in ids:
         return np.append(ids, np.int32(token)), np.append(num_outputs, np.float32(1.0))
     return ids, num_outputs + (ids == token)

@@ -32,7 +32,6 @@ class StructuredRequests:
 
     @property
     def num_open(self) -> int:
-        """The requests that wait for their grammars or follow them."""
         return len(self._rows)
 
     def late(self) -> set[str]:
@@ -42,7 +41,6 @@ class StructuredRequests:
         return set(self._late)
 
     def warm_up(self) -> None:
-        """Start what the first structured request would wait for."""
         if self._pool is not None:
             self._pool.warm_up()
 
@@ -57,7 +55,6 @@ class StructuredRequests:
         return None
 
     def compile(self, request: Request, now_ns: int) -> None:
-        """Let a request wait for its grammar."""
         assert self._pool is not None and request.task.sampling.structured is not None
         row = self._pool.open(request.task.sampling.structured, request.account)
         self._rows[request.request_id] = row

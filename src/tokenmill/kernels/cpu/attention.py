@@ -135,7 +135,6 @@ def _add_sinks(states: Any, sinks: int, group: int) -> None:
 
 @compiled
 def finish_rows(acc: Any, states: Any) -> None:
-    """Divide each row by the sum of its weights."""
     rows = len(states) // 2
     dim = len(acc) // rows
     for r in range(rows):

@@ -159,7 +159,6 @@ def _by_group(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _natural(rows: torch.Tensor) -> torch.Tensor:
-    """The inverse of _by_group."""
     groups: torch.Tensor = rows.unflatten(1, (-1, BLOCK // GROUP, GROUP))
     return groups.transpose(2, 3).flatten(1)
 

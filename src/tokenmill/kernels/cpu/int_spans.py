@@ -179,7 +179,6 @@ def _emit_powers(b: ir.IRBuilder, magnitudes: Any, logs: Any, inverses: Any) -> 
 
 
 def _eighths(b: ir.IRBuilder, x: Any) -> list[Any]:
-    """A vector as parts of eight lanes."""
     starts = range(0, x.type.count, 8)
     orders = [ir.Constant(_V8I32, list(range(start, start + 8))) for start in starts]
     return [b.shuffle_vector(x, x, order) for order in orders]

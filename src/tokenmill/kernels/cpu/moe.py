@@ -24,7 +24,6 @@ _LOWEST = np.float32(-np.inf)
 
 @compiled
 def _score(logits: Any, scores: Any, count: int, sigmoid: int) -> None:
-    """Sigmoids of the logits, or their softmax."""
     one = np.float32(1.0)
     if sigmoid != 0:
         for i in range(count):
@@ -45,7 +44,6 @@ def _score(logits: Any, scores: Any, count: int, sigmoid: int) -> None:
 
 @compiled
 def _best(values: Any, first: int, end: int) -> int:
-    """The place of the largest value, the first of equals."""
     best = first
     for i in range(first + 1, end):
         if values[i] > values[best]:

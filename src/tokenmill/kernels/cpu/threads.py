@@ -52,7 +52,6 @@ def _load(b: ir.IRBuilder, address: Any) -> Any:
 
 @emitted(types.void())
 def _pause(b: ir.IRBuilder) -> None:
-    """Tell the core that this is a spin loop."""
     kind = ir.FunctionType(ir.VoidType(), [])
     b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
 

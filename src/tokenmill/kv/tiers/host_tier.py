@@ -43,7 +43,6 @@ class HostTier:
         return list(self._held)
 
     def touch(self, name: bytes) -> None:
-        """Count a block as used now."""
         self._held.move_to_end(name)
 
     def num_loadable(self, sizes: Iterable[tuple[bytes, int]]) -> int:

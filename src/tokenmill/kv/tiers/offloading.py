@@ -152,7 +152,6 @@ class KVTiers:
         return {tier: [hash_of(n) for n in some if is_full(n)] for tier, some in names.items()}
 
     def _tell(self, tier: str, name: bytes, held: bool) -> None:
-        """Let routers know where a block is."""
         journal = self._scheduler.pool.journal
         if journal is None or not is_full(name):
             return
@@ -263,7 +262,6 @@ class KVTiers:
         self._prefetches[name] = slots, read
 
     def _end_prefetch(self, name: bytes, slots: Slots, read: DiskWork) -> None:
-        """Hold a block in host memory that was read."""
         if self._keep(name, slots, read):
             self._counts["disk_read_bytes"] += len(slots) * self._page_bytes
             self._counts["prefetched_bytes"] += len(slots) * self._page_bytes

@@ -67,7 +67,6 @@ def staged_bytes(device: str, host_bytes: int) -> int:
 
 
 def open_copies(tensors: Sequence[torch.Tensor], num_slots: int) -> PageCopies:
-    """Copies for the device that the cache lies on."""
     kind = CudaCopies if tensors[0].device.type == "cuda" else CpuCopies
     return kind(tensors, num_slots)
 
@@ -85,7 +84,6 @@ class CpuCopies:
         self._copy(list(block_ids), list(slots), to_host=True)
 
     def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Read:
-        """Start to copy slots to pages."""
         return self._thread.submit(self._copy, list(block_ids), list(slots), to_host=False)
 
     def _copy(self, block_ids: list[int], slots: list[int], to_host: bool) -> None:

@@ -74,7 +74,6 @@ class WanCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors as stored."""
         return _num_bytes(self.parts)
 
     def readers(

@@ -68,7 +68,6 @@ def _check_numbers(config: ParallelConfig) -> None:
 
 
 def _check_effect(spec: ModelSpec, config: ParallelConfig) -> None:
-    """Refuse a flag that would do nothing."""
     shared, default = spec.moe is not None and config.num_ranks > 1, ParallelConfig()
     experts = "a model with experts and --ep or --tp of 2 or more"
     for flag, is_set, has_effect, needed in (
@@ -108,7 +107,6 @@ def _check_heads(spec: ModelSpec, size: int) -> None:
 
 
 def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
-    """The spec of the model as this rank computes it."""
     size = layout.tensor_ranks.size
     if size == 1:
         return spec

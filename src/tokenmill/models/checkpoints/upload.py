@@ -81,7 +81,6 @@ class Uploader:
         self._threads.shutdown(cancel_futures=True)
 
     def _copy(self, stored: FileTensor, begin: int, target: torch.Tensor) -> None:
-        """Return when the copy is in the stream."""
         buffer, copied = self._buffer()
         piece = buffer[: target.numel()]
         if copied is not None:

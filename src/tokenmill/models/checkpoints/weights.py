@@ -136,7 +136,6 @@ class FP8Tensor:
         return self.join(self.codes.read(), self.scales.read())
 
     def join(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The same numbers on every device."""
         weight, scales = codes.float(), scales.float()
         if weight.dim() == 2:
             return self._scale(weight, scales)
@@ -145,7 +144,6 @@ class FP8Tensor:
         return weight
 
     def _scale(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Multiply a matrix with its scales, in place."""
         if self.block is None:
             return weight.mul_(scales.reshape(-1, 1))
         rows, columns = self.block
@@ -226,7 +224,6 @@ class Checkpoint:
                 progress(done, total)
 
     def describe(self) -> str:
-        """One line for people."""
         millions = self.spec.num_params() / 1e6
         size = f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.1f}M"
         return (

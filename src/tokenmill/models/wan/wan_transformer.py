@@ -238,7 +238,6 @@ class WanTransformer:
         self._rotation: tuple[Grid, Rotation] | None = None
 
     def round_attention(self, rounding: AttentionRounding | None) -> None:
-        """What self-attention rounds from now on."""
         for block in self.blocks:
             block.attention.rounding = rounding
 
@@ -267,7 +266,6 @@ class WanTransformer:
         return self.project(x, embedding, latents.shape)
 
     def grid(self, latents: torch.Tensor) -> Grid:
-        """Patches by frame, row and column."""
         frames, height, width = latents.shape[1:]
         first, second, third = self.spec.patch_size
         return frames // first, height // second, width // third
@@ -283,7 +281,6 @@ class WanTransformer:
     def run_blocks(
         self, x: torch.Tensor, time: torch.Tensor, grid: Grid, text: TextKV
     ) -> torch.Tensor:
-        """All blocks, in place."""
         rotation, added = self.rotation(grid), None
         for block, kv in zip(self.blocks, text, strict=True):
             added = block(x, time, rotation, kv, added)

@@ -142,7 +142,6 @@ class VideoDecoder:
         return self._convolve(x, name)
 
     def _norm_conv3d(self, x: torch.Tensor, norm_name: str, name: str, seen: Seen) -> torch.Tensor:
-        """The same of the SiLU of x's norm."""
         x = norm_silu(x, self._gamma(norm_name), _before(x, name, seen))
         seen[name] = x[:, :, -_SEEN:].clone()
         return self._convolve(x, name)

@@ -57,7 +57,6 @@ def rungs_of(config: ClusterConfig, asked: Demand) -> list[Technique]:
 def _divided(
     config: ClusterConfig, asked: Demand, replica: Replica, apart: bool
 ) -> list[Technique]:
-    """Techniques that give the GPUs to other workers."""
     layout, spec = config.layout, config.spec
     rack = layout.gpus // layout.racks
     found: list[Technique] = []

@@ -47,7 +47,6 @@ class SimulatedLoad:
                 yield Arriving(now_s, *rng.choice(self.pairs))
 
     def followers(self) -> Iterator[Arriving]:
-        """Requests that come when others have ended."""
         rng = random.Random(f"followers {self.seed}")
         while True:
             yield Arriving(0.0, *rng.choice(self.pairs))

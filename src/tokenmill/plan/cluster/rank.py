@@ -131,13 +131,11 @@ class SimulatedRank:
         return self.scheduler.update(batch, StepResult(tokens, draft_ids=guesses)), chunks
 
     def _token(self, seq: Sequence) -> int:
-        """No answer is another's prefix."""
         if not self.scheduler.pool.prefix_cache:
             return TOKEN
         return OUTPUT_TOKEN + int(seq.request_id.partition("~")[0])
 
     def _accepted(self, guessed: int) -> int:
-        """Drafts up to the first wrong one."""
         count = 0
         while count < guessed and self._rng.random() < self._acceptance:
             count += 1

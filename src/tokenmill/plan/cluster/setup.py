@@ -143,7 +143,6 @@ def _check_kind(asked: Asked, replica: Replica) -> None:
 
 
 def _searched(asked: Asked, rack_gpus: int) -> Division:
-    """The best configuration of one rack, on every rack."""
     system = System(asked.spec, asked.gpu, rack_gpus, asked.lengths, asked.fit.efficiency)
     plan = search(system, asked.choice, asked.limit)
     if plan is None:
@@ -159,5 +158,4 @@ def _searched(asked: Asked, rack_gpus: int) -> Division:
 
 
 def places_of(given: int | None) -> int:
-    """Most requests of a rank."""
     return given or MAX_SEQUENCES

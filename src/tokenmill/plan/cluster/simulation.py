@@ -205,7 +205,6 @@ class Simulation:
                 self._route(entry, router)
 
     def _route(self, entry: SimulatedRequest, router: Router) -> None:
-        """Choose who decodes and who computes the prompt."""
         tokens, now_s = entry.routed_tokens(), self._now_ns / SECOND
         decision = router.route(entry.sent_as, tokens, now_s)
         worker = entry.worker = self.workers[decision.worker]
@@ -263,7 +262,6 @@ class Simulation:
         self._start(name, now_ns)
 
     def _record(self, worker: Worker, output: RequestOutput, now_ns: int) -> None:
-        """A first token, or an end."""
         entry = self.open.get(output.request_id)
         if entry is None:
             return

@@ -46,7 +46,6 @@ class StepPrice:
         self._link_share = gpu.network_bytes_per_s / gpu.link_bytes_per_s
 
     def price(self, ranks: list[RankWork]) -> Priced:
-        """The slowest rank's own work, then the experts of all."""
         total, count = total_work(ranks), len(ranks)
         together = self.cost.parts(total.times(1.0))
         shared = self._expert_factor * together[EXPERTS] + together[LAUNCHES] + self._choice_s

@@ -165,7 +165,6 @@ class Worker:
             router.load(self.name, self.publisher.dump(self.caches.cached_hashes()))
 
     def die(self) -> None:
-        """Lose the step that runs, and everything."""
         for rank in self.ranks:
             rank.cancel()
         self.alive, self.running = False, False

@@ -68,7 +68,6 @@ def _amount(value: float) -> str:
 
 
 def job_table(rows: Sequence[JobRow]) -> list[list[str]]:
-    """Samples per second, measured and predicted."""
     table = [["benchmark", "system", "scenario", "by", "measured", "predicted", "error"]]
     for row in rows:
         entry = row.entry

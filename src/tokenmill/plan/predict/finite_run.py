@@ -50,7 +50,6 @@ class FiniteRun:
             )
 
     def run(self) -> float:
-        """Seconds until the last token."""
         while self._waiting or self._count:
             if self._admits():
                 self._prefill(*self._waiting.popleft())
@@ -60,7 +59,6 @@ class FiniteRun:
         return self.seconds
 
     def _room(self, count: int) -> float:
-        """Tokens of so many sequences that fit."""
         return (self._positions - count * self._kept) / self._full
 
     @property

@@ -45,7 +45,6 @@ class Lengths:
 
     @cached_property
     def input_spread(self) -> float:
-        """Squared coefficient of variation of the prompts."""
         mean = self.mean_input
         return sum((i - mean) ** 2 for i, _ in self.pairs) / len(self.pairs) / mean**2
 

@@ -40,7 +40,6 @@ class SearchSpace:
     acceptance: float | None = None  # of a draft; None: as measured of the family
 
     def acceptance_of(self, spec: ModelSpec) -> float:
-        """Of each draft, given or measured."""
         measured = FAMILY_ACCEPTANCE.get(spec.family, ACCEPTANCE)
         return measured if self.acceptance is None else self.acceptance
 

@@ -59,11 +59,9 @@ class CachedTable:
 
     @property
     def memory_bytes(self) -> int:
-        """On the device."""
         return self.cache.num_bytes
 
     def lookup(self, ids: torch.Tensor, check: bool = True) -> torch.Tensor:
-        """The rows of ids, from the cache where they are resident."""
         check_ids(ids, self.spec.num_rows, check)
         ids = ids.to(self._device, non_blocking=True).contiguous()
         out = torch.empty(len(ids), self.spec.dim, dtype=self.spec.dtype, device=self._device)

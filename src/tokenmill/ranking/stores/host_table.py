@@ -107,7 +107,6 @@ class HostTable:
 
     @classmethod
     def attach(cls, shared: SharedTable) -> HostTable:
-        """Another process's table, to read."""
         return cls(_Pages.attach(shared))
 
     @property
@@ -258,7 +257,6 @@ class _Pages:
         return flat.view(self.spec.num_rows, self.spec.dim), generation, versions
 
     def close(self) -> None:
-        """The pages go with their last mapping."""
         os.close(self.fd)
 
 
@@ -279,7 +277,6 @@ class _Patience:
 
 
 def available_bytes() -> int:
-    """Memory that the host can give."""
     with open("/proc/meminfo", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["MemAvailable"].split()[0]) * 1024

@@ -20,8 +20,6 @@ CACHED_SHARE = 10  # a cache has a tenth of the table's rows where none is asked
 
 @dataclass(frozen=True, slots=True)
 class TableReport:
-    """What a table holds."""
-
     kind: str  # file or folder
     spec: TableSpec
     disk_bytes: int
@@ -29,7 +27,6 @@ class TableReport:
 
 
 def create_table(path: Path | str, spec: TableSpec) -> None:
-    """A new table of zeros."""
     TableFolder.create(path, torch.zeros(1, dtype=spec.dtype).expand(*_shape(spec))).close()
 
 

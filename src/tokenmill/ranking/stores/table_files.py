@@ -30,7 +30,6 @@ class RowFile:
     tensor: str = ""
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Consecutive rows, and the number of the first."""
         step = max(1, PIECE_BYTES // self.spec.row_bytes)
         starts = range(0, self.spec.num_rows, step)
         if self.path.suffix == ".npy":
@@ -124,6 +123,5 @@ def write_rows(path: Path, table: torch.Tensor) -> None:
 
 
 def row_bytes(rows: torch.Tensor) -> memoryview:
-    """The memory of contiguous rows on the host."""
     values: NDArray[np.uint8] = rows.contiguous().view(-1).view(torch.uint8).numpy()
     return values.data

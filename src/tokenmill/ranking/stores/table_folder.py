@@ -51,7 +51,6 @@ class TableFolder:
 
     @classmethod
     def create(cls, path: Path | str, table: torch.Tensor) -> TableFolder:
-        """A new folder with a table's rows."""
         path = Path(path)
         spec = TableSpec(table.shape[0], table.shape[1], table.dtype)
         if (path / DESCRIPTION).exists():
@@ -181,7 +180,6 @@ def read_owner(path: Path) -> dict[str, int] | None:
 
 
 def read_log(path: Path, spec: TableSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The ids and rows of each record."""
     for _, (ids, rows) in _records(path, spec):
         yield ids, rows
 
@@ -252,7 +250,6 @@ def _parse(data: bytearray, count: int, spec: TableSpec) -> Record:
 
 
 def _describe(path: Path, spec: TableSpec, number: int) -> None:
-    """Replace table.json in one step."""
     fields = {"num_rows": spec.num_rows, "dim": spec.dim, "dtype": type_name(spec.dtype)}
     unfinished = path / f"{DESCRIPTION}.unfinished"
     with unfinished.open("w", encoding="utf-8") as file:
@@ -280,7 +277,6 @@ def _number_of(file: Path) -> int:
 
 
 def _sync_folder(path: Path) -> None:
-    """Names are on disk, too."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -294,7 +290,6 @@ def _write_all(file: int, data: memoryview) -> None:
 
 
 def _locked(path: Path) -> int:
-    """A lock that ends with the process that holds it."""
     lock = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -107,7 +107,6 @@ class BlockLedger:
         return absent
 
     def _find_starts(self, seq: Sequence, matched: list[int], start: int) -> None:
-        """Note where others may start on what a sequence is about to compute."""
         pool, size = self.pool, self.pool.block_size
         most = (seq.num_tokens - 1) // size
         at_point = 0 < start == len(matched) and pool.identity(matched[-1]) in pool.points
@@ -388,7 +387,6 @@ class Leases:
             self.release(request_id)
 
     def expire(self, now_ns: int) -> None:
-        """Release the blocks of leases that have run out."""
         for request_id, lease in list(self._leases.items()):
             if lease.expires_ns is not None and lease.expires_ns <= now_ns:
                 self.release(request_id)

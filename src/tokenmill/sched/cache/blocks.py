@@ -417,7 +417,6 @@ class BlockPool:
             self.release(self._beside[identity])
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable, whoever references them."""
         for block_id in block_ids:
             if self._tokens[block_id] is not None:
                 self._forget(block_id)

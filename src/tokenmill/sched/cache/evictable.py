@@ -24,7 +24,6 @@ class Evictable:
         return (block_id for queue in self._by_owner.values() for block_id in queue)
 
     def add(self, block_id: int, owner: int) -> None:
-        """Take a block that nobody references any more."""
         queue = self._by_owner.get(owner)
         if queue is None:
             queue = self._by_owner[owner] = OrderedDict()
@@ -34,7 +33,6 @@ class Evictable:
             self._largest, self._until = queue, max(0, len(queue) - SLACK)
 
     def remove(self, block_id: int, owner: int) -> None:
-        """Give up a block that is used or forgotten."""
         del self._by_owner[owner][block_id]
         self._count -= 1
 

@@ -95,7 +95,6 @@ class _StoredSearch:
         self._matched = match_full(pool, seq)
 
     def longest(self) -> StoredPrefix:
-        """The longest prefix from which the sequence can start."""
         limit = (self._seq.num_tokens - 1) // self._pool.block_size
         end = len(self._matched)
         while end < limit and self._tiers.holds(self._name(end)):

@@ -140,7 +140,6 @@ class StartPoints:
         return num_starts if num_starts < _BRANCHES else None
 
     def _rank(self, point: int, rank: int | None) -> None:
-        """Make a point inside the newest of its rank."""
         self._unrank(point)
         if rank is None:
             self._order.add(point, point & OWNERS)

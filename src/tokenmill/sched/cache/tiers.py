@@ -46,7 +46,6 @@ def block_name(digest: bytes, block_hash: int) -> bytes:
 
 
 def hash_of(name: bytes) -> int:
-    """The chained hash in a name."""
     return int.from_bytes(name[DIGEST_BYTES : DIGEST_BYTES + HASH_BYTES], "little")
 
 

@@ -91,7 +91,6 @@ class Handovers:
             target.send(ConnectKV(address))
 
     def on_connected(self, target: WorkerSlot, message: KVConnected) -> None:
-        """Note what a decode worker answered to ConnectKV."""
         pair = (message.engine_id, target.name)
         self._asked.discard(pair)
         if message.error is None:
@@ -198,7 +197,6 @@ class Handovers:
             source.send(Abort([sent_as]))
 
     def on_gone(self, target: WorkerSlot) -> None:
-        """A worker is gone, and reads nothing any more."""
         for slot, sent_as in list(self._leaving):
             if slot is target:
                 self.on_ended(slot, sent_as)

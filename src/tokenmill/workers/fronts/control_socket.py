@@ -70,7 +70,6 @@ class _Socket:
         self._schedule()
 
     def close(self) -> None:
-        """Send what is queued, and free the socket."""
         if not self._socket.closed:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()

@@ -85,7 +85,6 @@ class FrontLink:
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Queue a message that is encoded already."""
         if self.is_stuck:
             return
         try:
@@ -97,7 +96,6 @@ class FrontLink:
             _log.error("an API process takes no messages: %d wait, the most that may", MAX_MESSAGES)
 
     def take(self) -> list[bytes]:
-        """The messages that are there."""
         messages = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -148,7 +146,6 @@ class FrontLinks:
         return found, self.owner.monitor not in ready and not self.owner.is_stuck
 
     def link(self, front: str) -> FrontLink:
-        """The link of a front that is there, or of the owner."""
         return self._fronts[front] if front else self.owner
 
     # Fronts come and go.
@@ -200,7 +197,6 @@ class FrontLinks:
     # Requests.
 
     def submitted(self, front: str, message: Submit) -> None:
-        """Requests came by a link."""
         if not front:
             return
         self._has_new = True
@@ -213,7 +209,6 @@ class FrontLinks:
             self._load.sent(front, request.request_id, num_uncached, kv_tokens, marks)
 
     def send_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Send each front its own."""
         if not self._name_of:
             self.owner.send(self._packer.pack(outputs))
             return
@@ -240,21 +235,18 @@ class FrontLinks:
             self.owner.send(FrontDropped(front))
 
     def released(self, request_ids: Iterable[str]) -> None:
-        """Leases have ended."""
         for request_id in request_ids:
             self._leased.pop(request_id, None)
 
     def by_front(
         self, items: list[Item], id_of: Callable[[Item], str]
     ) -> Iterable[tuple[FrontLink, list[Item]]]:
-        """Items by the link of their requests."""
         if not self._fronts:
             return [(self.owner, items)]
         groups = self._by_front(items, id_of)
         return [(self.link(front), own) for front, own in groups.items() if self.is_there(front)]
 
     def costs(self, front: str, costs: Mapping[str, Cost]) -> dict[str, Cost]:
-        """What the requests of one front have taken."""
         if not self._fronts:
             return dict(costs)
         return {r: cost for r, cost in costs.items() if self._name_of.get(r, "") == front}

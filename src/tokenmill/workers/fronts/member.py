@@ -159,7 +159,6 @@ class MemberPool(WorkerPool):
         owner.pass_to(self._receive)
 
     async def start(self) -> ModelFacts:
-        """Get a link to each worker that is there."""
         follows = [self._follow(name, role) for name, role in self._workers.items()]
         for ended in await asyncio.gather(*follows, return_exceptions=True):
             if isinstance(ended, Exception):  # a CancelledError, which is none: the worker left
@@ -299,7 +298,6 @@ class MemberPool(WorkerPool):
         )
 
     def report(self, decisions: bool) -> FrontReport:
-        """What this front has counted."""
         view, accounts = super().view(decisions), self._accounts.view(EngineStats())
         return FrontReport(
             counts=self.membership.counts(),
@@ -323,7 +321,6 @@ def _at(worker: WorkerView) -> AtWorker:
 
 
 def _summed(worker: WorkerView, report: FrontReport, own: WorkerView | None) -> WorkerView:
-    """A worker as the owner sees it, with what all fronts sent there."""
     at = report.workers.get(worker.name, AtWorker())
     sums = {name: getattr(at, name) for name in IN_VIEW}
     cached = 0 if own is None else own.cached_blocks

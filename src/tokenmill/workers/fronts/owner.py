@@ -217,12 +217,10 @@ class FrontOwner:
             await asyncio.sleep(0.02)
 
     def hurry(self) -> None:
-        """Have the fronts stop now."""
         for front in self._fronts.values():
             front.send(Drain())
 
     async def close(self) -> None:
-        """End the processes that are left."""
         self._stopping = True
         for front in self._fronts.values():
             if front.process is not None:
@@ -276,7 +274,6 @@ class FrontOwner:
         return task
 
     async def _beat(self) -> None:
-        """Tell the fronts the sums over all of them."""
         last_s = 0.0
         while True:
             await asyncio.sleep(0.05)
@@ -422,13 +419,11 @@ class FrontOwner:
                 self._link(front, slot.name)
 
     def worker_down(self, slot: WorkerSlot) -> None:
-        """Tell all fronts that a worker died."""
         for front in self._fronts.values():
             self._unlink(front, slot.name, slot.last_failure)
         self.worker_stopped(slot)
 
     def worker_stopped(self, slot: WorkerSlot) -> None:
-        """A worker is gone, and has nothing of any front any more."""
         for (worker, _), dropped in self._dropping.items():
             if worker == slot.name and not dropped.done():
                 dropped.set_result(None)
@@ -438,7 +433,6 @@ class FrontOwner:
             front.send(WorkerGone(worker, address, reason, worker_lives))
 
     async def worker_leaving(self, slot: WorkerSlot, timeout_s: float) -> None:
-        """Wait until no front has requests at a worker."""
         timeout_s = max(timeout_s, 0.0)
         for front in self._fronts.values():
             front.send(WorkerLeaving(slot.name, timeout_s))
@@ -452,7 +446,6 @@ class FrontOwner:
             front.wanted.pop(slot.name, None)
 
     def _on_worker(self, slot: WorkerSlot, message: FromWorker) -> None:
-        """A worker says something about a link."""
         match message:
             case FrontDropped(front=link):
                 if (dropped := self._dropping.get((slot.name, link))) and not dropped.done():
@@ -517,7 +510,6 @@ class FrontOwner:
     # Sums.
 
     def _spread_calls(self) -> None:
-        """Tell each front what the others have open."""
         if not self._changed:
             return
         self._changed = False

@@ -161,7 +161,6 @@ class FrontMembership:
         self._parent = os.getppid()
 
     def listening(self, url: str) -> None:
-        """Clients can call this front."""
         self._owner.send(Listening(url))
 
     def receive(self, message: ToFront) -> None:
@@ -180,12 +179,10 @@ class FrontMembership:
                 self.on_drain(failure)
 
     async def refresh(self) -> None:
-        """Ask for the sums of now."""
         answer = await self._owner.ask(GetTotals())
         self.totals = answer.totals or self.totals
 
     def total_counts(self) -> FrontCounts | None:
-        """The counters of all fronts, as they last told."""
         return None if self.totals is None else self.totals.report.counts
 
     async def tell(self) -> None:
@@ -212,5 +209,4 @@ class FrontMembership:
 
 
 def front_number(name: str) -> int:
-    """The number in a front's name."""
     return int(name[1:])

@@ -21,7 +21,6 @@ class FrontCounts(msgspec.Struct):
     recent: dict[str, list[float]] = {}  # the latest values
 
     def add(self, other: FrontCounts) -> None:
-        """Count another front in."""
         self.single = dict(Counter(self.single) + Counter(other.single))
         for name, counts in other.labelled.items():
             self.labelled[name] = dict(Counter(self.labelled.get(name, {})) + Counter(counts))
@@ -70,7 +69,6 @@ class FrontReport(msgspec.Struct):
     image_loads: LoaderStats | None = None  # of a model that takes images
 
     def add(self, other: FrontReport) -> None:
-        """Count another front in."""
         self.counts.add(other.counts)
         for name, account in other.accounts.items():
             own = self.accounts.get(name) or AccountView(name, 0, Cost())

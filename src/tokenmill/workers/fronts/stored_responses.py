@@ -52,8 +52,6 @@ class _Account:
 
 
 class StoredResponses:
-    """Stored responses by account and id."""
-
     def __init__(self, limits: ServerConfig) -> None:
         self._max_entries = limits.max_stored_responses
         self._max_bytes = limits.max_stored_response_bytes
@@ -64,7 +62,6 @@ class StoredResponses:
         self._num_bytes = 0
 
     def size(self) -> tuple[int, int]:
-        """How many responses there are, and their bytes."""
         self._drop_expired()
         return len(self._account_of), self._num_bytes
 
@@ -89,7 +86,6 @@ class StoredResponses:
             self._make_room(lambda each: each.num_bytes)
 
     async def get(self, response_id: str, account: str) -> bytes | None:
-        """A response of this caller, if it is stored."""
         self._drop_expired()
         if self._account_of.get(response_id) != account:
             return None

@@ -56,7 +56,6 @@ class JoinListener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Listen from now on."""
         host, port = self._address
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HELLO)
@@ -68,7 +67,6 @@ class JoinListener:
         _log.info("workers may join at %s", self._where)
 
     async def filled(self, num_ready: Callable[[], int]) -> None:
-        """Wait until there are workers to begin with."""
         limit_s, began_s, told_s = self._config.wait_s, time.monotonic(), -TELL_S
         while (num_joined := num_ready()) < self._num_expected:
             passed_s = time.monotonic() - began_s
@@ -81,7 +79,6 @@ class JoinListener:
             await asyncio.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Take no more workers."""
         self._stopping = True
         if self._server is not None:
             self._server.close()
