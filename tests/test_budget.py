@@ -13,31 +13,33 @@ PACKAGE = Path(tokenmill.__file__).parent
 ROOT = PACKAGE.parents[1]
 # Lines of Python. A commit that raises one says why.
 ROOMS = {
-    "api": 13200,
-    "bench": 15700,
+    "api": 13175,
+    "bench": 15425,
     "cli": 4650,
     "core": 4600,
-    "engine": 9100,
+    "engine": 8975,
     "engine_events": 650,
-    "kernels": 12250,
+    "kernels": 12200,
     "kv": 2000,
-    "layers": 850,
-    "models": 5350,
+    "layers": 825,
+    "models": 5300,
     "plan": 6450,
-    "proxy": 2550,
-    "ranking": 2750,
-    "routing": 2350,
-    "sched": 3800,
-    "settings": 1050,
-    "text": 2550,
-    "video": 1350,
-    "vision": 1300,
-    "workers": 6750,
-    "": 1250,  # the modules beside the rooms
+    "proxy": 2525,
+    "ranking": 2675,
+    "routing": 2300,
+    "sched": 3775,
+    "settings": 1025,
+    "text": 2575,
+    "video": 1400,
+    "vision": 1250,
+    "workers": 6675,
+    "": 1550,  # the modules beside the rooms
 }
-MAX_FILES = 600
-MIN_MEDIAN = 140
-MAX_OUTSIDE = 6600  # of benchmarks/ and scripts/ together
+MAX_FILES = 581
+MIN_MEDIAN = 149
+MAX_OUTSIDE = 7625  # of benchmarks/ and scripts/; 924 of them train the draft module that ships
+    6650  # of benchmarks/ and scripts/ together, without the training of a model that ships
+)
 
 
 def lines(*folders: Path) -> int:

@@ -20,6 +20,7 @@ from tokenmill import console
 from tokenmill.__main__ import run
 from tokenmill.bench.commands import endpoint
 from tokenmill.bench.mlperf.loadgen_tests import print_report as print_mlperf
+from tokenmill.bench.results.reports import PromptsReport
 from tokenmill.cli.chat import chat_command
 
 REPLAY = ("plan", "replay", "--trace", "recipes/sample-trace.jsonl", "--workers", "4")
@@ -66,9 +67,9 @@ def test_a_terminal_shows_lines_that_fit_and_no_json(
 def test_reports_of_runs_fit(terminal: Terminal, tmp_path: Path) -> None:
     """Those of a server's benchmark, of two of them side by side, and of an MLPerf run."""
     folders = [str(write_result(tmp_path / str(ttft), 1, ttft)) for ttft in (100, 300)]
-    report: Any = endpoint_run((1, 64))[0]
-    prompts = {"seed": 1, "seed_drawn": True, "same_at_every_point": False, "salt": None}
-    endpoint.print_report(report | {"prompts": prompts})
+    report = endpoint_run((1, 64))[0]
+    report.prompts = PromptsReport(seed=1, seed_drawn=True, same_at_every_point=False, salt=None)
+    endpoint.print_report(report)
     assert run(["bench", "compare", *folders]) == 0
     print_mlperf(mlperf_run())
     lines = re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines()

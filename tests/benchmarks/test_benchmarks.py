@@ -35,6 +35,7 @@ SMALL = {  # the flags of a short run, and what its report has
     ),
     "scheduler": ("--num-running 8 --num-steps 5", "total_us limit_us share_of_limit"),
     "start": (f"{MODEL} --starts 1", "first_token_s weights_gb_s starts read_gb_s"),
+    "windows": ("", "sessions branches least_hit_share least_found_share"),
     "noisy": (f"--model MODEL --only stops --seconds 0.2 -- {SERVED}", "quiet_ms rows"),
     "tenants": (f"--model MODEL --keys 2 --tokens 48 --rounds 2 -- {SERVED}", "apart shared"),
 }

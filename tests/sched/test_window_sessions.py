@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.windows import BRANCHING, LIVE_SHARES, MODELS, Load, found_shares, hit_share
 from tokenmill.core.kv_groups import Sliding
-from window_sessions import BRANCHING, LIVE_SHARES, MODELS, Load, found_shares, hit_share
 
 
 @pytest.mark.parametrize("sliding", MODELS.values(), ids=MODELS)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from benchmarks.harness import Benchmark, Report
+from tokenmill import console
 from tokenmill.core.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
+from tokenmill.core.flags import number, setting
 from tokenmill.core.kv_groups import NONE_SLIDE, Sliding
 from tokenmill.core.requests import Generate, Request
 from tokenmill.core.types import SamplingParams, StepResult
@@ -130,3 +134,55 @@ def found_shares(sliding: Sliding, live_share: float, load: Load) -> list[float]
     sessions, least = Sessions(load, sliding, live_share), load.shared_tokens // _SIZE * _SIZE
     rounds = [sessions.round() for _ in range(load.num_rounds)]
     return [sum(found >= least for found in counts) / len(counts) for counts in rounds]
+
+
+@dataclass(frozen=True)
+class Options:
+    live_share: float = setting(
+        0.9, "Share of the pool that sessions need which branch from others.", number(0.05, 1)
+    )
+
+
+def run(options: Options) -> Report:
+    """Sessions in turn, and sessions that branch from each other, over the real block pool.
+
+    python -m benchmarks.windows
+    """
+    sessions: list[dict[str, Any]] = []
+    branches: list[dict[str, Any]] = []
+    live_share = options.live_share
+    for model, sliding in MODELS.items():
+        hits = {f"{live:.0%}": round(hit_share(sliding, live), 4) for live in LIVE_SHARES}
+        window, groups = sliding.window, sliding.num_groups
+        sessions.append(
+            {"model": model, "window": window, "sliding_groups": groups, "hit_shares": hits}
+        )
+        for name, load in BRANCHING.items():
+            found = [round(share, 4) for share in found_shares(sliding, live_share, load)]
+            branches.append(
+                {"model": model, "load": name, "live_share": live_share, "found_shares": found}
+            )
+    return {
+        "sessions": sessions,
+        "branches": branches,
+        "least_hit_share": min(min(row["hit_shares"].values()) for row in sessions),
+        "least_found_share": min(min(row["found_shares"][1:]) for row in branches),
+    }
+
+
+def show(report: Report) -> None:
+    console.out.print("Hit share from the second round on, by what sessions need of the pool:")
+    for row in report["sessions"]:
+        shares = ", ".join(f"{live} {hit:.3f}" for live, hit in row["hit_shares"].items())
+        window = f"window {row['window']:,}, {row['sliding_groups']} groups"
+        console.out.print(f"  {row['model']} ({window}): {shares}")
+    console.out.print("Share of requests that find what they share, by round:")
+    for row in report["branches"]:
+        found = ", ".join(f"{share:.3f}" for share in row["found_shares"])
+        console.out.print(f"  {row['model']}, {row['load']}: {found}")
+
+
+BENCHMARK = Benchmark("windows", Options, run, show)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
