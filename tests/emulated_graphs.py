@@ -118,7 +118,9 @@ class Again:
                 old.copy_(made)
 
 
-def again(pool: str, ranks: Ranks, forward: Callable[[], Any]) -> tuple[Any, Any]:
+def again(
+    pool: str, ranks: Ranks, forward: Callable[[], Any], trial: Callable[[], Any] | None = None
+) -> tuple[Any, Any]:
     """In place of try_and_record(): ranks meet in the first run, too."""
     assert pool == POOL
     graph = Again(forward)

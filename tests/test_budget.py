@@ -13,26 +13,26 @@ PACKAGE = Path(tokenmill.__file__).parent
 ROOT = PACKAGE.parents[1]
 # Lines of Python. A commit that raises one says why.
 ROOMS = {
-    "api": 13175,
-    "bench": 15425,
+    "api": 13200,
+    "bench": 15450,
     "cli": 4650,
     "core": 4600,
-    "engine": 8975,
+    "engine": 9000,
     "engine_events": 650,
     "kernels": 12200,
     "kv": 2000,
-    "layers": 825,
+    "layers": 850,
     "models": 5300,
     "plan": 6450,
-    "proxy": 2525,
-    "ranking": 2675,
+    "proxy": 2550,
+    "ranking": 2700,
     "routing": 2300,
-    "sched": 3775,
-    "settings": 1025,
-    "text": 2575,
+    "sched": 3800,
+    "settings": 1050,
+    "text": 2600,
     "video": 1400,
     "vision": 1250,
-    "workers": 6675,
+    "workers": 6700,
     "": 1550,  # the modules beside the rooms
 }
 MAX_FILES = 581

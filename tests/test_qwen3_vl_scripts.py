@@ -65,17 +65,17 @@ def test_a_processed_image_is_that_of_others_of_its_size() -> None:
         request = work.sample()
         by_grid.setdefault(request.task.images[0].image.grid, []).append(request)
     first, second = max(by_grid.values(), key=len)
-    (span,), (other,) = first.images, second.images
+    (span,), (other,) = first.task.images, second.task.images
     item = UserDict(pixel_values=Elem(torch.zeros(8, 4), "flat"), image_grid_thw=Elem(ONE, "grid"))
     made = {
         "type": "multimodal",
-        "prompt_token_ids": first.prompt_token_ids,
+        "prompt_token_ids": first.task.prompt_token_ids,
         "mm_kwargs": UserDict(image=[item]),
         "mm_hashes": {"image": ["first"]},
         "mm_placeholders": {"image": [Place(span.offset, span.num_tokens)]},
     }
     found = with_own_image(made, second, "second")
-    assert found["prompt_token_ids"] == second.prompt_token_ids
+    assert found["prompt_token_ids"] == second.task.prompt_token_ids
     assert found["mm_placeholders"] == {"image": [Place(other.offset, other.num_tokens)]}
     assert found["mm_hashes"] == {"image": ["second-image-0"]} and found["type"] == "multimodal"
     (own,) = found["mm_kwargs"]["image"]

@@ -132,6 +132,8 @@ class LLM:
         )
         self.path = Path(config.model)
         self.tokenizer: Tokenizer = load_tokenizer(config.model, chat_template)
+        wanted = _one_of("generation_config", generation_config, "auto", "none", "vllm")
+        self._defaults = self.tokenizer.sampling_defaults(wanted)
         setup = Setup(
             config,
             _override(
@@ -156,8 +158,6 @@ class LLM:
         self.engine = self.built.engine
         self._style = resolve_style(self.tokenizer, "auto", "auto")
         self._seed = seed
-        wanted = _one_of("generation_config", generation_config, "auto", "none", "vllm")
-        self._defaults = self.tokenizer.sampling_defaults(wanted)
         self._ids, self._noted_budget = itertools.count(), False
         self._streams: dict[str, _Stream] = {}
 

@@ -364,7 +364,7 @@ async def test_a_job_ends_with_the_call_that_waits_for_it(tmp_path: Path) -> Non
     async with video_app(tmp_path, config) as app:
         late = await app.call("POST", "/v1/videos/sync", SMALL)
         assert (late.status, late.error["code"]) == (408, "deadline")
-        assert "0.05 s, the limit (--request-timeout)" in late.error["message"]
+        assert "0.05 s, the limit; send" in late.error["message"]
         assert len(app.pool.aborted) == 1 and list(tmp_path.glob("video_*")) == []
     async with video_app(tmp_path) as app:
         body = json.dumps(SMALL).encode()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 
+from tokenmill.engine import kernel_choices
 from tokenmill.engine.kernel_choices import WAIT_S, KernelChoices, opened
 from tokenmill.kernels import product_trials
 from tokenmill.kernels.product_trials import by_lt, trials
@@ -48,6 +50,19 @@ def test_who_starts_meanwhile_waits_for_what_is_found(tmp_path: Path) -> None:
 
     with opened(tmp_path, "H200") as first, opened(tmp_path, "H200", clock, sleep) as second:
         assert second.known == FOUND and clock.naps == 5
+
+
+def test_a_file_system_without_locks_costs_the_choices_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(kernel_choices.fcntl, "flock", flock)
+    with opened(tmp_path, "H200") as first:
+        first.keep(FOUND)
+    with opened(tmp_path, "H200") as second:
+        assert second.known == FOUND
 
 
 def test_one_that_found_nothing_leaves_the_choice_to_the_next(tmp_path: Path) -> None:

@@ -13,10 +13,7 @@ from tokenmill.ranking.model_files import save_model
 from vision.pictures import data_url, file_of, photo
 
 THREADS = ("--num-threads", "1")
-SMALL = (
-    *("--max-model-len", "512", "--kv-cache-memory", "8MiB"),
-    *("--log-level", "warning"),
-)
+SMALL = ("--max-model-len", "512", "--kv-cache-memory", "8MiB")
 PICTURES = [data_url(file_of(photo(40, 33, seed), "PNG")) for seed in range(8)]
 ABANDONED = 0.25
 MODEL = "qwen3-vl-tiny"

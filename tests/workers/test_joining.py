@@ -150,13 +150,14 @@ def test_a_killed_worker_loses_nothing_and_is_not_started_again(token_file: Path
             streams = [pool.submit(str(i)) for i in range(4)]
             for stream in streams:
                 await stream.get()
-            assert {pool.at(str(i)) for i in range(4)} == {"w0", "w1"}
+            places = [pool.at(str(i)) for i in range(4)]
+            assert set(places) == {"w0", "w1"}
             pool.processes[1].kill()
             for stream in streams:
                 (output,) = await read(stream)
                 assert output.finish_reason is FinishReason.LENGTH
-            assert list(pool.pool.slots) == ["w0"] or list(pool.pool.slots) == ["w1"]
-            assert pool.pool.num_migrations == 2 and pool.pool.num_restarts == 0
+            (gone,) = {"w0", "w1"} - pool.pool.slots.keys()
+            assert pool.pool.num_migrations == places.count(gone) and pool.pool.num_restarts == 0
 
     asyncio.run(main())
 

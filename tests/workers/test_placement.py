@@ -15,9 +15,17 @@ import pytest
 from api.sim import MAX_MODEL_LEN, worker_argv
 from api.sim_server import wait_until
 from api.streams import read, until
-from tokenmill.core.config import PoolConfig, SchedulerConfig
+from tokenmill.core.config import (
+    KV_CACHE_SHARE,
+    CacheConfig,
+    ModelConfig,
+    PoolConfig,
+    SchedulerConfig,
+    default_share,
+)
 from tokenmill.core.gpus import visible_gpus
 from tokenmill.core.types import FinishReason
+from tokenmill.settings import settings_of, unknown_variables
 from tokenmill.workers.link import WorkerStartError
 from tokenmill.workers.placement import (
     ProcessPlacement,
@@ -132,9 +140,13 @@ def test_workers_of_a_machine_share_its_cores_and_memory(
     threads = None if workers == 1 else str(16 // workers)
     assert own.get("TOKENMILL_NUM_THREADS") == threads
     assert own.get("TOKENMILL_GPU_MEMORY_UTILIZATION") == share
-    assert own.get("TOKENMILL_KV_CACHE_SHARE") == (None if gpus else "0.25")
+    assert own.get(KV_CACHE_SHARE) == (None if gpus else "0.25")
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert (default_share("cpu"), default_share("cuda")) == (0.5 if gpus else 0.25, 0.95)
+    assert not list(unknown_variables(own, (*settings_of(CacheConfig), *settings_of(ModelConfig))))
     sized = placement._environment(["tokenmill", "worker", "--kv-cache-memory=1GiB"], ["0"])
-    assert not {"TOKENMILL_GPU_MEMORY_UTILIZATION", "TOKENMILL_KV_CACHE_SHARE"} & sized.keys()
+    assert not {"TOKENMILL_GPU_MEMORY_UTILIZATION", KV_CACHE_SHARE} & sized.keys()
 
 
 @pytest.mark.parametrize(

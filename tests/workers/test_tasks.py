@@ -93,6 +93,11 @@ class Jobs:
         (end,) = self.ends(name)
         return end
 
+    def at(self, name: str) -> str:
+        """The worker that has a request; "" where none has."""
+        slot = self.pool.open_requests[name].slot
+        return slot.name if slot is not None else ""
+
     def num_open(self) -> list[int]:
         """The requests at each worker."""
         return [worker.num_open for worker in worker_views(self.pool)]
@@ -342,6 +347,47 @@ async def test_workers_are_scaled_and_drained_without_losing_a_job(tmp_path: Pat
         jobs.submit("c")
         assert (await jobs.end("c")).stop_reason == "draining"
     assert jobs.ends("long")[0].stop_reason == "shutdown"
+
+
+@in_loop
+async def test_a_new_job_does_not_overtake_one_that_lost_its_worker() -> None:
+    async with running(workers=2, max_per_worker=1, backoff_s=3600.0) as (jobs, workers):
+        for name in "xy":
+            jobs.submit(name, steps=LONG)
+        await jobs.begun("x", "y")
+        workers.kill([slot.name for slot in jobs.pool.slots.values()].index(jobs.at("x")))
+        await jobs.until(lambda: jobs.at("x") == "")
+        jobs.abort("y")  # and before its room is given to x
+        jobs.submit("z", steps=LONG)
+        assert jobs.at("x") and not jobs.at("z")
+        for name in "xz":
+            jobs.abort(name)
+
+
+@in_loop
+async def test_counters_do_not_fall_while_a_worker_leaves() -> None:
+    async with running(workers=2, heartbeat_s=0.1) as (jobs, _):
+        for index in range(8):
+            jobs.submit(f"j{index}", steps=3)
+        for index in range(8):
+            await jobs.end(f"j{index}")
+        seen = [(await jobs.pool.stats(GENEROUS_S)).figures["steps_total"]]
+        drained = asyncio.create_task(jobs.pool.drain_worker("w1"))
+        while not drained.done():
+            seen.append(jobs.pool.known_stats().figures["steps_total"])
+            await asyncio.sleep(0.001)
+        assert set(seen) == {seen[0]} and seen[0] > 0
+
+
+@in_loop
+async def test_ids_that_are_open_take_no_request_of_their_call() -> None:
+    async with running() as (jobs, _):
+        jobs.submit("b", steps=LONG)
+        for names in (["a", "b"], ["a", "a"]):
+            with pytest.raises(ValueError, match="is open already"):
+                jobs.pool.submit([Request(name, task()) for name in names])
+        assert list(jobs.pool.open_requests) == ["b"]
+        jobs.abort("b")
 
 
 class Messages:

@@ -193,6 +193,13 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureOption:
+    temperature: float | None = setting(
+        None, "Sampling temperature of every call; without it the server's own.", number(0, 100)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class SyntheticOptions:
     lengths: str | None = setting(
         None, "CSV of lengths, a name of this package, or uniform:100-1024."

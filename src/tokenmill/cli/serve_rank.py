@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 TEXT_SERVER_ONLY = frozenset(
     (
         *("fronts", "tool-parser", "reasoning-parser", "chat-template", "template-date"),
+        "generation-config",
         *("otlp-endpoint", "prefill", "decode", "remote-prefill-tokens"),
         *("join-listen", "token-file", "kv-events"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,8 +26,16 @@ DEFAULT_BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 64
 PROGRESS = "TOKENMILL_PROGRESS"  # tells a worker what to add to its progress, or to show none
 SILENT = "silent"
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.5, 0.95  # of what is free after loading
+KV_CACHE_SHARE = "TOKENMILL_KV_CACHE_SHARE"  # what a server tells each of several CPU workers
 NGRAM = "ngram"  # drafts that are looked up in the request's own tokens
 DEFAULT_BUDGET, DEFAULT_NUM_SEQS = 512, 256  # tokens and requests of a step, where nothing says
+
+
+def default_share(device: str) -> float:
+    """Of the memory that is free after loading; CPU workers of one machine divide it."""
+    if device == "cuda":
+        return GPU_MEMORY_SHARE
+    return float(os.environ.get(KV_CACHE_SHARE, MEMORY_SHARE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The vocabulary: requests, sampling parameters, outputs, errors and the Engine protocol."""
+"""The vocabulary: sampling parameters, ends of requests, errors and figures of engines."""
 
 from __future__ import annotations
 

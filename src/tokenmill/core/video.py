@@ -1,4 +1,4 @@
-"""Videos as requests and as results: what a job asks for, and the frames that it gets."""
+"""Videos as requests: what a job asks for, and what a server of videos holds of them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tokenmill.core.types import GrammarVocab
 from tokenmill.engine import kernel_choices
 from tokenmill.engine.drafts.open_drafts import choose_drafting
 from tokenmill.engine.engine import LanguageEngine
-from tokenmill.engine.graphs.capture import CaptureLimits
+from tokenmill.engine.graphs.capture import CaptureLimits, CaptureReport
 from tokenmill.engine.load import LoadedPart, OnPhase, Progress, load_part
 from tokenmill.engine.open_tiers import open_tiers
 from tokenmill.engine.ranks.group import RankGroup
@@ -199,14 +199,16 @@ def _capture_alike(
     key = (
         __version__, torch.__version__, torch.version.cuda, gpu,
         part.checkpoint.spec, setup.model.dtype, setup.cache.dtype, setup.cache.block_size,
+        scheduler.num_seqs, scheduler.budget, setup.model.draft,
         replace(setup.execution, record_path=None),
     )  # fmt: skip
     with kernel_choices.opened(cache_dir() / "kernels", key) as file:
         if file.known is None:
-            capture_graphs(setup, part, runner, progress)
+            report = capture_graphs(setup, part, runner, progress)
             runner.split_short_prompts(scheduler.num_seqs, scheduler.budget)
             found = product_trials.found(), runner.split.most_prompts
-            file.keep(kernel_choices.KernelChoices(*found))
+            if report.cut_by is None:  # else a later start, with compiled kernels, gets further
+                file.keep(kernel_choices.KernelChoices(*found))
             return
         product_trials.adopt(file.known.products)
         capture_graphs(setup, part, runner, progress, with_trials=False)
@@ -220,7 +222,7 @@ def capture_graphs(
     runner: ModelRunner,
     progress: Progress | None = None,
     with_trials: bool = True,
-) -> None:
+) -> CaptureReport:
     """Capture the graphs that this rank's steps are replayed by."""
     execution, scheduler = setup.execution, setup.scheduler
     limits = CaptureLimits(execution.graph_capture_s, execution.graph_memory_bytes)
@@ -228,6 +230,7 @@ def capture_graphs(
         scheduler.num_seqs, limits, progress, execution.mtp, scheduler.budget, with_trials
     )
     _log.info("%s", report.describe())
+    return report
 
 
 def make_engine(

@@ -12,12 +12,12 @@ from tokenmill.core.config import (
     DEFAULT_BLOCK_SIZE,
     GPU_BLOCK_SIZE,
     GPU_MEMORY_SHARE,
-    MEMORY_SHARE,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
     SchedulerConfig,
     Setup,
+    default_share,
 )
 from tokenmill.core.kv_groups import kept_positions
 from tokenmill.core.specs.spec import ModelSpec
@@ -70,7 +70,7 @@ def resolve_setup(asked: Setup) -> Setup:
         raise ModelLoadError(
             f"block_size is {block_size}: cuda takes divisors and multiples of {GPU_BLOCK_SIZE}"
         )
-    share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
+    share = cache.memory_share or default_share(device)
     if device == "cpu":
         share /= size  # ranks share a machine's memory
     gpu_share = cache.gpu_share

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,10 +44,11 @@ class ChoiceFile:
 
     def keep(self, choices: KernelChoices) -> None:
         """Write what was found, whole or not at all."""
-        part = self.path.with_suffix(f".{os.getpid()}")
         try:
-            part.write_text(json.dumps(asdict(choices)))
-            part.replace(self.path)
+            part, name = tempfile.mkstemp(dir=self.path.parent)  # hosts may share the folder
+            with open(part, "w", encoding="utf-8") as file:
+                json.dump(asdict(choices), file)
+            os.replace(name, self.path)
         except OSError as error:
             _log.warning("%s: choices of kernels are not kept: %s", self.path, error.strerror)
 
@@ -63,40 +65,43 @@ def opened(
     Where nothing is known yet, no other engine of this kind passes here until the block has ended.
     """
     file = ChoiceFile(folder / f"{blake2b(repr(key).encode(), digest_size=16).hexdigest()}.json")
-    lock = None
+    lock: TextIO | None = None
+    held: TextIO | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = file.path.with_suffix(".lock").open("a")
-        _wait_for(lock, file.path, clock, sleep)
-    except OSError as error:
+        held = lock if _wait_for(lock, file.path, clock, sleep) else None
+    except OSError as error:  # a folder that cannot be written, or a file system without locks
         _log.warning("%s: choices of kernels are not kept: %s", folder, error.strerror)
     try:
         file.known = _read(file.path)
-        if file.known is not None and lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # those that wait need not wait for the capture
+        if held is not None and file.known is not None:
+            fcntl.flock(held, fcntl.LOCK_UN)  # those that wait need not wait for the capture
         yield file
     finally:
+        if held is not None:
+            fcntl.flock(held, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
         if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
             lock.close()
 
 
 def _wait_for(
     lock: TextIO, path: Path, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> None:
+) -> bool:
     """Take the lock, unless the choices are there first or it takes too long."""
     deadline = clock() + WAIT_S
     while not path.exists():
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             pass
         if clock() >= deadline:
             _log.warning("%s: another engine holds trials for over %.0f s; this one holds its own",
                          path, WAIT_S)  # fmt: skip
-            return
+            return False
         sleep(POLL_S)
+    return False
 
 
 def _read(path: Path) -> KernelChoices | None:

@@ -73,8 +73,6 @@ class LaunchedStep:
     def _wait(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
-        if self.failure is not None:
-            raise self.failure
         if self.tokens is not None:
             tokens = self.tokens.flatten().tolist()
             logprobs = None if self.sampled is None else self.sampled.finish(tokens)

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from tokenmill.core.config import (
-    GPU_MEMORY_SHARE,
-    MEMORY_SHARE,
     CacheConfig,
     ExecutionConfig,
     SchedulerConfig,
+    default_share,
 )
 from tokenmill.core.kv_groups import KVGroups
 from tokenmill.core.specs.spec import ModelSpec
@@ -126,7 +125,7 @@ def num_kv_blocks(
     free = gpu_room(cache.gpu_share) if device == "cuda" else available_bytes()
     budget = cache.memory_bytes
     if budget is None:
-        share = cache.memory_share or (GPU_MEMORY_SHARE if device == "cuda" else MEMORY_SHARE)
+        share = cache.memory_share or default_share(device)
         budget = int(max(0, free - reserve) * share)
     elif budget > free:
         raise ModelLoadError(

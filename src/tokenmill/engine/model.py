@@ -50,10 +50,10 @@ class Model(Protocol):
 def likeliest(logits: torch.Tensor, ranks: Ranks, least: int = -1) -> torch.Tensor:
     """The largest logit's token of each row on all ranks, int32 [rows]; rank 0 has the logits.
 
-    `least` stands for the token where logits are not finite.
+    `least` stands for the token where logits are not finite. While ranks do not meet, it is 0.
     """
     if ranks.rank:
-        best = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        best = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
     else:
         best = argmax(logits, least=least)
     return ranks.broadcast(best)

@@ -246,7 +246,11 @@ class ModelRunner:
             launched = self._launch(batch)
             if self.images is not None:
                 self.images.keep(batch.begun_images)
-            return launched
+        with _memory_errors():
+            for part in (launched, *launched.others):
+                if part.failure is not None:
+                    raise part.failure
+        return launched
 
     @torch.inference_mode()
     def sample_late(self, launched: LaunchedStep) -> None:

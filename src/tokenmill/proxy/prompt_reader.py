@@ -58,7 +58,7 @@ class PromptReader:
     async def opened(self, tenant: Tenant, body: bytes, path: str, receive: Receive) -> bytes:
         """A body with ids as the backend has them, as Tenant.body() does."""
         if len(body) > LONG_BODY_BYTES and tenant.opens(path):
-            work = self._processes.run(tenant.account, len(body), _opened, tenant, body, path)
+            work = self._processes.run(tenant.account, len(body), _opened, body, tenant, path)
             try:
                 changed: bytes
                 changed, ids = pickle.loads(await unless_gone(receive, work))
@@ -93,7 +93,7 @@ class _Setup:
 # In the other process.
 
 
-def _opened(tenant: Tenant, body: bytes, path: str) -> bytes:
+def _opened(body: bytes, tenant: Tenant, path: str) -> bytes:
     return pickle.dumps((tenant.body(path, body), tenant.given_ids))
 
 

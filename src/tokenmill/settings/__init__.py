@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenmill.core.config import (
+    KV_CACHE_SHARE,
     CacheConfig,
     ExecutionConfig,
     ModelConfig,
@@ -53,6 +54,7 @@ OTHER_VARIABLES = {
     CONFIG_VARIABLE,
     "TOKENMILL_CACHE",
     "TOKENMILL_CPU_ISA",
+    KV_CACHE_SHARE,
     "TOKENMILL_TRACEBACK",
 }
 

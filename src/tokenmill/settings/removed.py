@@ -29,7 +29,7 @@ _GONE = {
     ),
     "max-batch-tokens candidate-chunk latency-limit cache-rows": (
         "tokenmill serve makes batches of up to 160,000 rows that last at most 80 ms, and a GPU "
-        "caches a tenth of a table"
+        "caches a tenth of a table in a folder"
     ),
     "max-video-jobs max-video-megapixels": "256 videos of at most 300 megapixels may wait",
     "schedule vae-tiles": "tokenmill serve makes videos by MLPerf's schedule and without tiles",

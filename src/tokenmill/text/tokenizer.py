@@ -378,6 +378,8 @@ def _eos_token_ids(
 def _sampling_defaults(file: Path) -> dict[str, float]:
     config = _read_json(file)
     given = {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
+    if isinstance(top_k := given.get("top_k"), float) and top_k.is_integer():
+        given["top_k"] = int(top_k)
     for name, value in given.items():
         if type(value) is not int and (type(value) is not float or name == "top_k"):
             raise ModelLoadError(f"{file}: {name}: expected a number, got {value!r}")

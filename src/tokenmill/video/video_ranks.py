@@ -94,6 +94,9 @@ class LeadingVideoEngine:
             self._engine.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
+        if not self.has_work():
+            self._group.check()
+            return []
         with self._group.together(), all_or_none():
             for request_id in self._engine.expire():
                 self._group.tell(AbortVideo(request_id))

@@ -62,6 +62,7 @@ class Migration:
         self.open: dict[str, OpenRequest] = {}
         self.num_migrations = 0
         self.past_figures: dict[str, float] = {}  # counters of workers that have left
+        self.leaving: set[WorkerSlot] = set()  # no slot of the pool, but not gone yet
         self._routers = routers
         self._handovers = handovers
         self._assignment = assignment
@@ -72,11 +73,17 @@ class Migration:
 
     def submit(self, entries: list[OpenRequest]) -> None:
         """Take requests and send them to workers, of which there must be one."""
+        new: dict[str, OpenRequest] = {}
         for entry in entries:
-            if (name := entry.request.request_id) in self.open:
+            if (name := entry.request.request_id) in self.open or name in new:
                 raise ValueError(f"request_id: {name!r} is open already")
-            self.open[name] = entry
-        self._held += self._assignment.send(entries)
+            new[name] = entry
+        self.open |= new
+        if all(isinstance(entry.request.task, Generate) for entry in entries):
+            self._held += self._assignment.send(entries)
+        else:  # a worker takes one task at a time: those that have waited longer come first
+            self._held += entries
+            self.send_held()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests and free what the engines hold for them; finished ids are ignored."""
@@ -150,6 +157,7 @@ class Migration:
 
     def worker_left(self, slot: WorkerSlot) -> None:
         """Abort the requests of a worker that leaves the pool, and send them to others."""
+        self.leaving.add(slot)
         late = self.at(slot)
         slot.send(Abort([entry.sent_as for entry in late]))
         self._migrate(late, f"worker {slot.name} left the pool")
@@ -157,6 +165,7 @@ class Migration:
     def worker_gone(self, slot: WorkerSlot) -> None:
         """A worker that has left was stopped: it has nothing more to tell."""
         self._accounts.left(slot)
+        self.leaving.discard(slot)
         self.past_figures = add_stats(EngineStats(figures=self.past_figures), slot.stats()).figures
         self._handovers.on_gone(slot)
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from tokenmill.core.config import (
     GPU_MEMORY_SHARE,
+    KV_CACHE_SHARE,
     MEMORY_SHARE,
     PROGRESS,
     SILENT,
@@ -89,7 +90,7 @@ def shared_machine(
     if any(word.startswith("--kv-cache-memory=") for word in argv):
         return own
     if not on_gpu and together > 1:
-        own["TOKENMILL_KV_CACHE_SHARE"] = str(round(MEMORY_SHARE / together, 4))
+        own[KV_CACHE_SHARE] = str(round(MEMORY_SHARE / together, 4))
     if on_gpu and per_gpu > 1:
         own["TOKENMILL_GPU_MEMORY_UTILIZATION"] = str(round(GPU_MEMORY_SHARE / per_gpu, 4))
     return own

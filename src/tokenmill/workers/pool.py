@@ -254,6 +254,8 @@ class WorkerPool:
         total = EngineStats(figures=self._requests.past_figures)
         for slot in self.slots.values():
             total = add_stats(total, slot.stats())
+        for slot in self._requests.leaving:
+            total = add_stats(total, EngineStats(figures=slot.stats().figures))
         return total
 
     def accounts(self) -> AccountsView:

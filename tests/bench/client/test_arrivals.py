@@ -97,6 +97,6 @@ def test_processes_as_the_load_asks() -> None:
 
 def test_a_closed_loop_has_no_arrivals() -> None:
     config = {"arrival": "poisson", "burst_size": 1, "rate": ()}
-    closed = as_run(config, [{"concurrency": 1}, {"concurrency": 4}])
+    closed = as_run(config, [1, 4])
     assert closed == {"load": "closed loop, concurrency 1, 4", "rate": ()}
-    assert as_run(config, [{"concurrency": None}]) == config
+    assert as_run(config, [None]) == config

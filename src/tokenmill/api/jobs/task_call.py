@@ -52,8 +52,8 @@ async def run_tasks(
     except WorkerDownError as down:
         raise ApiError(503, str(down), code="restarting") from None
     except TimeoutError:
-        late = f"the request was not answered within {timeout_s:g} s; raise its timeout or "
-        late += "--request-timeout, or add workers"
+        late = f"the request was not answered within {timeout_s:g} s; raise its "
+        late += "timeout, or add workers"
         raise ApiError(408, late, "timeout", "deadline") from None
     finally:
         pool.abort(ids)

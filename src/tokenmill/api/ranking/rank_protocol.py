@@ -49,7 +49,9 @@ class RankCall(Schema, kw_only=True):
 
     users: Annotated[list[RankUser], Meta(min_length=1)]
     model: str | None = None
-    top_k: Annotated[int, Meta(ge=1)] | None = None  # the best candidates only, best first
+    top_k: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = (
+        None  # the best candidates only, best first
+    )
     timeout: Annotated[float, Meta(gt=0, le=86_400)] | None = None  # seconds
     binary: bool = False  # scores as bytes of float32, item_ids as bytes of int64
 

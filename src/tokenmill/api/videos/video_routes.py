@@ -216,7 +216,7 @@ async def _waited(state: VideoState, request: Request, record: VideoRecord) -> V
         await state.delete(record)
         if left.done():
             raise ClientDisconnect
-        message = f"the video took more than {timeout_s:g} s, the limit (--request-timeout); send "
+        message = f"the video took more than {timeout_s:g} s, the limit; send "
         message += "the call to POST /v1/videos, which answers at once"
         raise ApiError(408, message, "timeout", "deadline")
     finally:

@@ -32,11 +32,11 @@ from tokenmill.bench.options import (
     EndpointConfig,
     PromptOptions,
     SyntheticOptions,
+    TemperatureOption,
     UrlOptions,
 )
 from tokenmill.bench.workload import BenchError
-from tokenmill.core.types import SamplingParams
-from tokenmill.settings import Panel, Setting, Settings, SettingsError, only, settings_of
+from tokenmill.settings import Panel, Setting, Settings, SettingsError, settings_of
 from tokenmill.settings.shared import JsonOption
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ PANELS: dict[str, Panel] = {
         UrlOptions,
         *_between("api", "extra-body"),
         AnswerOptions,
-        *only(SamplingParams, "temperature"),
+        TemperatureOption,
     ),
     "Load": _between("concurrency", "slo-percentile"),
     "Data": (SyntheticOptions, *_between("prompts", "tokenizer"), PromptOptions),

@@ -317,6 +317,8 @@ class UrlLanguage(LanguageTask):
         sampling = self._samples[0].sampling
         fields: dict[str, float] = {"temperature": sampling.temperature}
         if self._settings.values.get("ignore-eos", True):
+            # Else those of the model's generation_config.json would hold.
+            fields |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "repetition_penalty": 1.0}
             if sampling.ignore_eos:  # the end token must be seen to be counted
                 fields |= {"ignore_eos": True, "skip_special_tokens": False}
             elif sampling.min_tokens > 1:

@@ -83,7 +83,10 @@ class DraftGraphs:
         ranks, draft, drafted = self.model.layout.ranks, None, self.tokens
         verify, verified = try_and_record(pool, ranks, lambda: self._verify(size))
         if self.proposer is not None:
-            draft, drafted = try_and_record(pool, ranks, lambda: self._draft(size, verified))
+            draft, drafted = try_and_record(
+                *(pool, ranks, lambda: self._draft(size, verified)),
+                trial=lambda: self._draft(size, self._verify(size)),
+            )
         verified = replace(verified, logits=unowned(verified.logits))
         self._graphs[size] = CapturedDrafting(verify, verified, draft, drafted)
         self._captured = sorted(self._graphs)

@@ -77,10 +77,15 @@ def skip(group: int | None, do: object, *tensors: torch.Tensor) -> None:
         tensors[-1].zero_()
 
 
-def try_and_record(pool: Any, ranks: Ranks, forward: Callable[[], Made]) -> tuple[Pieces, Made]:
-    """Graphs that end where these ranks meet, which they do not while this one captures."""
+def try_and_record(
+    pool: Any, ranks: Ranks, forward: Callable[[], Made], trial: Callable[[], Made] | None = None
+) -> tuple[Pieces, Made]:
+    """Graphs that end where these ranks meet, which they do not while this one captures.
+
+    `trial` runs first, where `forward` reads what only a replayed graph has written.
+    """
     with ranks.in_pieces(partial(skip, None)):
-        forward()  # compiles kernels and picks algorithms, which capture must not
+        (trial or forward)()  # compiles kernels and picks algorithms, which capture must not
     torch.cuda.synchronize()
     recorder = Recorder(pool)
     with ranks.in_pieces(partial(recorder.cut, None)):

@@ -20,7 +20,7 @@ from tokenmill.core.kv_events import (
     pack_events,
     unpack_events,
 )
-from tokenmill.core.requests import End, Request, RequestOutput
+from tokenmill.core.requests import End, Generate, Request, RequestOutput
 from tokenmill.core.types import EngineStats, FinishReason, add_stats
 from tokenmill.engine.engine import LanguageEngine
 from tokenmill.engine.ranks.group import RankGroup
@@ -148,6 +148,9 @@ class DataParallelEngine:
         if request_id in self._new or request_id in self._rank_of:
             message = f"request_id {request_id!r} is already in use"
             end = End(FinishReason.REJECT, "duplicate_id", message)
+            self._refused.append(end.output(request_id))
+        elif not isinstance(request.task, Generate):
+            end = End(FinishReason.REJECT, "invalid_request", "task: this engine generates text")
             self._refused.append(end.output(request_id))
         else:
             self._new[request_id] = request

@@ -23,7 +23,7 @@ from tokenmill.kv.transfer import Read
 from tokenmill.parallel import Layout
 
 _POLL_S = 2e-4
-_NUM_THREADS = 4  # of the disk, and of loads that are waited for
+_NUM_THREADS = 4  # of the disk, and again of loads that are waited for
 
 
 class GroupCopies:
@@ -59,7 +59,8 @@ class RankTiers:
     ) -> None:
         self._kv_cache, self._sizes, self._layout = kv_cache, sizes, layout
         self._answer = answers.send
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-tiers-of-rank")
+        self._disk_threads = ThreadPoolExecutor(_NUM_THREADS, "kv-disk-of-rank")
+        self._load_threads = ThreadPoolExecutor(_NUM_THREADS, "kv-loads-of-rank")
         self._copies: PageCopies | None = None
         self._disk: DiskTier | None = None
 
@@ -87,14 +88,18 @@ class RankTiers:
                 self._copies.save(call.block_ids, call.slots)
             case "load":
                 read = self._copies.load(call.slots, call.block_ids)
-                self._threads.submit(self._end_load, read, call.number)
+                self._load_threads.submit(self._end_load, read, call.number)
             case do:
-                self._threads.submit(self._use_disk, self._copies, do, call)
+                self._disk_threads.submit(self._use_disk, self._copies, do, call)
 
     def _end_load(self, read: Read, number: int) -> None:
-        while not read.done():
-            time.sleep(_POLL_S)
-        self._answer(number, read.exception())
+        try:
+            while not read.done():
+                time.sleep(_POLL_S)
+            error: object = read.exception()
+        except Exception as problem:
+            error = problem
+        self._answer(number, error)
 
     def _use_disk(self, copies: PageCopies, do: DiskUse, call: TierCall) -> None:
         error: object = "there is no such block"

@@ -140,7 +140,7 @@ class StepFollower:
     """Another rank's side: does what StepLeader tells, with a runner of its own."""
 
     def __init__(
-        self, runner: ModelRunner, rebalancer: Rebalancer | None, capture: Callable[[], None]
+        self, runner: ModelRunner, rebalancer: Rebalancer | None, capture: Callable[[], object]
     ) -> None:
         self._runner, self._rebalancer, self._capture = runner, rebalancer, capture
         self._copies = SequenceCopies()
