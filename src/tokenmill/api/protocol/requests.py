@@ -181,14 +181,17 @@ class ToolMessage(Schema, kw_only=True, tag_field="role", tag="tool"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
+FunctionName = Annotated[
+    str,
+    Meta(
+        pattern="^[a-zA-Z0-9_.-]{1,64}$",
+        description="a function's name has 1 to 64 letters, digits, '_', '.' or '-'",
+    ),
+]
+
+
 class FunctionDefinition(Schema, kw_only=True):
-    name: Annotated[
-        str,
-        Meta(
-            pattern="^[a-zA-Z0-9_.-]{1,64}$",
-            description="a function's name has 1 to 64 letters, digits, '_', '.' or '-'",
-        ),
-    ]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from tokenmill.api.errors import ApiError
 from tokenmill.api.protocol.decoding import refuse_built_in
-from tokenmill.api.protocol.requests import FunctionDefinition, Schema, Tool
+from tokenmill.api.protocol.requests import FunctionDefinition, FunctionName, Schema, Tool
 
 # An agent works without these; its model never sees them.
 SKIPPED = (
@@ -21,13 +21,7 @@ _DEFAULT_NAMESPACE = "functions"  # OpenAI's name for the functions without a na
 
 
 class FunctionTool(Schema, kw_only=True, tag_field="type", tag="function"):
-    name: Annotated[
-        str,
-        Meta(
-            pattern="^[a-zA-Z0-9_.-]{1,64}$",
-            description="a function's name has 1 to 64 letters, digits, '_', '.' or '-'",
-        ),
-    ]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
