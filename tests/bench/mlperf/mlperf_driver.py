@@ -84,8 +84,6 @@ class EngineSamples(EngineLanguage):
 class UrlSamples:
     """The same as texts for a server."""
 
-    patient = False
-
     def __init__(self, target: Endpoint, samples: list[LanguageSample]) -> None:
         self.target, self.samples = target, samples
 
@@ -95,9 +93,6 @@ class UrlSamples:
 
     def max_tokens(self, sample: int) -> int | None:
         return self.samples[sample].sampling.max_tokens
-
-    def read(self, sample: int, body: bytes) -> array[int]:
-        raise AssertionError("answers are streams")
 
 
 def system_of(options: dict[str, Any], run: mlperf.MlperfRun, samples: list[LanguageSample]) -> Any:

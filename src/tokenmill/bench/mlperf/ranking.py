@@ -136,7 +136,9 @@ class UrlRanking(RankingTask):
         super().__init__(settings, run, mode, read_spec(Path(settings.get("model"))))
         self._url = rank_url(settings.get("url"))
         target = target_of(settings, self._url)
-        self.sut = self._server = UrlUnderTest(target, self, settings.get("max-in-flight"))
+        self.sut = self._server = UrlUnderTest(
+            target, self, settings.get("max-in-flight"), self.read
+        )
 
     def body(self, sample: int) -> bytes:
         return body_of(self._samples[sample].request.task)

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -67,16 +67,31 @@ class Stepped(Protocol):
     def step(self) -> Sequence[Any]: ...
 
 
-class BenchmarkTask(ABC):
-    """The samples of a benchmark with the system that answers them.
+class EngineSamples(Protocol):
+    """The samples of a benchmark, for an engine."""
 
-    An engine is asked by `request`, `take` and `data`; a server by `body`, and by `read` where its
-    answers are no streams.
-    """
+    def request(self, name: str, query: Query, /) -> Any:
+        """What is submitted; `name` is new for every query."""
+
+    def take(self, query: Query, output: Any, /) -> tuple[int, bool]:
+        """(new tokens, whether the answer is whole); BenchError where it went wrong."""
+
+    def data(self, query: Query, /) -> array[Any]:
+        """What LoadGen gets of the answer so far."""
+
+
+class UrlSamples(Protocol):
+    """The samples of a benchmark, for a server."""
+
+    def body(self, sample: int, /) -> bytes: ...
+    def max_tokens(self, sample: int, /) -> int | None: ...
+
+
+class BenchmarkTask(ABC):
+    """The samples of a benchmark with the system that answers them."""
 
     sut: EngineUnderTest | UrlUnderTest
     num_samples: int
-    patient = False  # answers take minutes: a full server is asked again, and deadlines move
 
     @abstractmethod
     def facts(self) -> Fields:
@@ -95,26 +110,8 @@ class BenchmarkTask(ABC):
         return {}
 
     def verify(self, folder: Path) -> Verdict:
-        raise NotImplementedError
-
-    def request(self, name: str, query: Query) -> Any:
-        """What is submitted; `name` is new for every query."""
-        raise NotImplementedError
-
-    def take(self, query: Query, output: Any) -> tuple[int, bool]:
-        """(new tokens, whether the answer is whole); BenchError where it went wrong."""
-        raise NotImplementedError
-
-    def data(self, query: Query) -> array[Any]:
-        """What LoadGen gets of the answer so far."""
-        raise NotImplementedError
-
-    def body(self, sample: int) -> bytes:
-        raise NotImplementedError
-
-    def read(self, sample: int, body: bytes) -> array[Any]:
-        """What LoadGen gets of an answer; ValueError, KeyError or IndexError for a wrong one."""
-        raise NotImplementedError
+        """The verdict of a compliance test on what it has logged."""
+        raise BenchError("MLPerf's compliance tests are for language models in this process")
 
     def max_tokens(self, sample: int) -> int | None:
         return None
@@ -123,7 +120,7 @@ class BenchmarkTask(ABC):
 class EngineUnderTest:
     """An engine that the caller's thread steps; an answer is reported in the step that ends it."""
 
-    def __init__(self, engine: Stepped, task: BenchmarkTask, first_tokens: bool = False) -> None:
+    def __init__(self, engine: Stepped, task: EngineSamples, first_tokens: bool = False) -> None:
         self._engine, self._task, self._first_tokens = engine, task, first_tokens
         self._library = load_library()
         self._arrivals: SimpleQueue[list[Query] | None] = SimpleQueue()
@@ -215,12 +212,21 @@ class UrlUnderTest:
     """A server, to which every query is one request; the time that it waits here counts, too.
 
     A stream's first output is reported in the read that received it. A query that fails is
-    completed without data, so that LoadGen can end, and the run is INVALID. For a patient task
-    --timeout is the longest time in which no answer ends; for others that of an answer.
+    completed without data, so that LoadGen can end, and the run is INVALID. Answers that are no
+    streams are read by `read`: ValueError, KeyError or IndexError for a wrong one. A patient test,
+    whose answers take minutes, asks a full server anew, and --timeout is the longest time in which
+    no answer ends; for others it is that of an answer.
     """
 
-    def __init__(self, target: Endpoint, task: BenchmarkTask, max_in_flight: int) -> None:
-        self._target, self._task = target, task
+    def __init__(
+        self,
+        target: Endpoint,
+        task: UrlSamples,
+        max_in_flight: int,
+        read: Callable[[int, bytes], array[Any]] | None = None,
+        patient: bool = False,
+    ) -> None:
+        self._target, self._task, self._read, self._patient = target, task, read, patient
         self._most = self._room = max_in_flight
         self._library = load_library()
         self._runner = asyncio.Runner(loop_factory=loop_factory())
@@ -352,11 +358,12 @@ class UrlUnderTest:
     def _whole(self, query: Query, record: LoadRecord, bodies: Sequence[bytes]) -> array[Any]:
         if record.error is not None:
             return array("B")
-        if self._task.patient:
+        if self._patient:
             self._note_end()
         query.times.record(record.end_ns, 1)
         try:
-            return self._task.read(query.sample, bodies[0])
+            assert self._read is not None
+            return self._read(query.sample, bodies[0])
         except (ValueError, KeyError, IndexError) as error:
             record.error, record.detail = type(error).__name__.lower(), str(error)
             return array("B")
@@ -373,7 +380,7 @@ class UrlUnderTest:
         """A server that is full has as many requests as it takes: those that are open now."""
         others = len(self._open) - 1
         waited_s = self._loop.time() - self._last_end_s
-        if not self._task.patient or (not others and waited_s > self._target.timeout_s):
+        if not self._patient or (not others and waited_s > self._target.timeout_s):
             return False
         self._waiting.appendleft(query)
         self._room = others

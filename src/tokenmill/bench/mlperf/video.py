@@ -285,8 +285,6 @@ def _shape(params: VideoParams) -> str:
 class UrlVideo(VideoTask):
     """A server that makes the videos; a short one shows before the test that it has the model."""
 
-    patient = True
-
     def __init__(self, settings: Settings, run: MlperfRun, mode: str, folder: Path) -> None:
         params = settings.build(VideoParams)
         super().__init__(settings, run, mode, folder, params)
@@ -295,7 +293,9 @@ class UrlVideo(VideoTask):
         self._model = check_server(target, asked, settings.values.get("model"), run.quick)
         self._url, self._asked = target.url, asked | {"model": self._model}
         route = replace(target, url=target.url + SYNC)
-        self.sut = self._server = UrlUnderTest(route, self, settings.get("max-in-flight"))
+        self.sut = self._server = UrlUnderTest(
+            route, self, settings.get("max-in-flight"), self.read, patient=True
+        )
 
     def body(self, sample: int) -> bytes:
         return json.dumps({**self._asked, "prompt": self._prompts[sample]}).encode()
